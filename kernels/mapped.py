@@ -1,0 +1,91 @@
+"""mapped: pinned host memory <-> device pool in one launch for all layers, few CTAs, a release flag a layer.
+
+The table's addresses on the host side are those at which the GPU sees the registered memory. Each CTA
+works through the layers of the box in order; when it has written its share of layer l it synchronises its
+threads and adds 1 to ``flags[l]`` with release order at system scope, so that whoever reads ``flags[l] >=
+epoch * CTAs`` (a cyclic 32-bit compare, cuStreamWaitValue32) sees every byte of that layer. A closed gate
+writes no page but still raises every flag: no wait is without an end.
+
+Reading host memory from SMs hardly slows a GEMM; writing it takes a third of one (docs/performance.md), so
+stores use this only when asked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvtransfer.kernels.relayout import _FREE, _UNALIGNED, copy_tile, relayout_reference, tile_constants
+from kvtransfer.kernels.table import CopyTable
+
+__all__ = ["mapped_copy", "mapped_kernel", "relayout_reference"]
+
+
+@triton.jit(do_not_specialize=[*_FREE, "num_layers"], do_not_specialize_on_alignment=[*_UNALIGNED, "flags"])
+def mapped_kernel(
+    table, layer_rows, num_layers, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, status,
+    digests, digest_layers, flags,
+    COLUMNS: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr,
+    LOOPS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr, GATED: tl.constexpr,
+    DIGEST: tl.constexpr,
+):  # fmt: skip
+    """Grid (CTAs,): every CTA takes each CTAs-th tile of every entry, layer after layer."""
+    gate = tl.load(status) == 0 if GATED else True
+    for layer in range(0, num_layers):
+        for entry in range(tl.load(layer_rows + layer), tl.load(layer_rows + layer + 1)):
+            row = table + entry * COLUMNS
+            tiles = tl.cdiv(num_pages, PAGES) * tl.cdiv(tl.load(row + 4).to(tl.int32), LANES)
+            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+                copy_tile(
+                    row, tile, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, gate, digests,
+                    digest_layers, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS, DST_IDS, DIGEST, True,
+                )  # fmt: skip
+        tl.debug_barrier()  # every thread's stores before the one thread that releases them
+        tl.atomic_add(flags + layer, 1, sem="release", scope="sys")
+
+
+def mapped_copy(
+    table: CopyTable,
+    num_pages: int,
+    flags: torch.Tensor,
+    ctas: int,
+    *,
+    src_ids: torch.Tensor | None = None,
+    dst_ids: torch.Tensor | None = None,
+    src_first: int = 0,
+    dst_first: int = 0,
+    status: torch.Tensor | None = None,
+    digests: torch.Tensor | None = None,
+) -> None:
+    """Launch on the current stream. Mutates the destination, ``flags`` int32 [layers of the box] (each grows by
+    ``ctas``), and ``digests`` where given. Ids, firsts, status and digests as in
+    `kvtransfer.kernels.relayout.relayout`. The plain-torch reference is `relayout_reference`.
+    """
+    spare = table.layer_rows
+    mapped_kernel[(ctas,)](
+        table.rows,
+        table.layer_rows,
+        table.num_layers,
+        0,
+        0,
+        spare if src_ids is None else src_ids,
+        spare if dst_ids is None else dst_ids,
+        src_first,
+        dst_first,
+        num_pages,
+        spare if status is None else status,
+        spare if digests is None else digests,
+        1 if digests is None else digests.shape[1],
+        flags,
+        SRC_IDS=src_ids is not None,
+        DST_IDS=dst_ids is not None,
+        GATED=status is not None,
+        DIGEST=digests is not None,
+        **tile_constants(table),
+    )
+
+
+def release(flags: torch.Tensor, amount: int) -> None:
+    """Raise every flag by ``amount`` on the current stream: what a cancelled or failed launch owes its waiters."""
+    flags.add_(amount)

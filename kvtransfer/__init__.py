@@ -1,0 +1,104 @@
+"""Moves the KV cache of language models between GPU memory, pinned host memory and storage.
+
+`import kvtransfer` loads nothing but this file: each public name is imported from its module on first use,
+so that neither torch nor a GPU is touched before something needs them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtransfer.engine import TransferEngine
+    from kvtransfer.fifo import FifoStream
+    from kvtransfer.handles import TransferHandle, TransferResult, Verdict
+    from kvtransfer.hooks import layerwise
+    from kvtransfer.kernels.errors import (
+        CapacityError,
+        ConfigError,
+        CudaError,
+        DeadlineExceeded,
+        KVTransferError,
+        LayoutError,
+        OwnershipError,
+        RecordError,
+        TierError,
+        TransferCancelled,
+        TransferError,
+    )
+    from kvtransfer.kernels.events import Observer
+    from kvtransfer.kernels.layout import Layout
+    from kvtransfer.kernels.spec import Component, KVSpec
+    from kvtransfer.plan import Plan
+    from kvtransfer.pool import KVPool
+    from kvtransfer.tiers.host import HostTier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CapacityError",
+    "Component",
+    "ConfigError",
+    "CudaError",
+    "DeadlineExceeded",
+    "FifoStream",
+    "HostTier",
+    "KVPool",
+    "KVSpec",
+    "KVTransferError",
+    "Layout",
+    "LayoutError",
+    "Observer",
+    "OwnershipError",
+    "Plan",
+    "RecordError",
+    "TierError",
+    "TransferCancelled",
+    "TransferEngine",
+    "TransferError",
+    "TransferHandle",
+    "TransferResult",
+    "Verdict",
+    "__version__",
+    "layerwise",
+]
+
+_MODULES = {
+    "kvtransfer.engine": ("TransferEngine",),
+    "kvtransfer.fifo": ("FifoStream",),
+    "kvtransfer.handles": ("TransferHandle", "TransferResult", "Verdict"),
+    "kvtransfer.hooks": ("layerwise",),
+    "kvtransfer.kernels.errors": (
+        "CapacityError",
+        "ConfigError",
+        "CudaError",
+        "DeadlineExceeded",
+        "KVTransferError",
+        "LayoutError",
+        "OwnershipError",
+        "RecordError",
+        "TierError",
+        "TransferCancelled",
+        "TransferError",
+    ),
+    "kvtransfer.kernels.events": ("Observer",),
+    "kvtransfer.kernels.layout": ("Layout",),
+    "kvtransfer.kernels.spec": ("Component", "KVSpec"),
+    "kvtransfer.plan": ("Plan",),
+    "kvtransfer.pool": ("KVPool",),
+    "kvtransfer.tiers.host": ("HostTier",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            value = getattr(import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,116 @@
+"""The command line: `kvtransfer demo`, `kvtransfer info`. Exit status 1: the demo's outputs differ or a transfer
+failed; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvtransfer import __version__
+from kvtransfer.kernels.errors import CapacityError, ConfigError, KVTransferError, LayoutError
+
+BAD_INPUT = (ConfigError, LayoutError, CapacityError)
+
+app = typer.Typer(
+    name="kvtransfer",
+    help="Moves the KV cache of language models between GPU memory, pinned host memory and storage.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point. An error of kvtransfer is one line on stderr; a bug keeps its traceback."""
+    try:
+        app(args=None if args is None else list(args))
+    except KVTransferError as error:
+        print(f"kvtransfer: {error}", file=sys.stderr)
+        raise SystemExit(2 if isinstance(error, BAD_INPUT) else 1) from error
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvtransfer {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None, typer.Option(help="Folder, GGUF file or id for transformers; SmolLM2-135M unless given.")
+    ] = None,
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="A tiny random model; needs no file.")
+    ] = False,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text to reuse; a document of the project unless given.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 32,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    prefix_tokens: Annotated[
+        int | None, typer.Option(help="Reuse at most this many tokens of the text (4,096 on a CPU).")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the result to this file too.")] = None,
+) -> None:
+    """Take a real model's KV cache to host memory and back inside the forward pass, and compare every byte."""
+    from rich.console import Console  # noqa: PLC0415  (torch and transformers take seconds)
+
+    from kvtransfer.demo import DemoOptions, run_demo  # noqa: PLC0415
+    from kvtransfer.demo_report import print_result, write_json  # noqa: PLC0415
+
+    options = DemoOptions(
+        model, random_weights, prompt_file, max_new_tokens, page_size, prefix_tokens, device, json_file
+    )
+    result = run_demo(options, Console(stderr=True, highlight=False))
+    print_result(result, Console(highlight=False))
+    if json_file is not None:
+        write_json(result, json_file)
+    if not result.identical:
+        raise typer.Exit(1)
+
+
+@app.command()
+def info() -> None:
+    """What this machine offers: versions, GPUs and their links. Works without a GPU."""
+    import torch  # noqa: PLC0415
+
+    from kvtransfer.device_info import device_info  # noqa: PLC0415
+
+    print(f"kvtransfer {__version__}")
+    for package in ("torch", "triton", "cuda-bindings", "transformers"):
+        try:
+            print(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            print(f"{package}: not installed")
+    if not torch.cuda.is_available():
+        print("GPU: none that PyTorch sees; the CPU path is used")
+        return
+    for index in range(torch.cuda.device_count()):
+        gpu = device_info(index)
+        if gpu.pcie_gen is None or gpu.pcie_width is None or gpu.pcie_theoretical_gbps is None:
+            link = "PCIe link not reported"
+        else:
+            link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width} ({gpu.pcie_theoretical_gbps:.1f} GB/s in theory)"
+        node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
+        print(f"cuda:{index} {gpu.name}, driver {gpu.driver}, {link}, at {gpu.pci_bus_id}{node}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""TransferEngine: load and store pages between a device pool and host slots.
+
+A call checks its input, records the fences of the declared streams on the caller's thread, claims its pages
+and slots (so that two transfers that touch one are ordered), and returns a handle. Bulk transfers are
+submitted by the engine's own thread (`kvtransfer.pump`), which keeps the call under a millisecond; layer-wise
+loads by the caller, which is about to launch the forward they feed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvtransfer.fifo import Delays, FifoStream
+from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels import check
+from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
+from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
+from kvtransfer.plan import Facts, Plan, count_runs, make_plan
+from kvtransfer.pool import KVPool, Stream
+from kvtransfer.pump import Pump
+from kvtransfer.staging import StagingRing
+from kvtransfer.tiers.host import HostTier
+from kvtransfer.tiers.ledger import claim_all
+from kvtransfer.transfer import FlagSets, Ids, Transfer, Workshop
+
+DEFAULT_STAGING_BYTES = 192 << 20
+DEFAULT_CTAS = 4  # 4 CTAs of 1,024 threads read 51 GB/s of 55 beside a GEMM that keeps 95 % (H200)
+
+
+class TransferEngine:
+    """Moves pages between ``pool`` and ``host``, whose specs must be equal. Thread-safe.
+
+    staging_bytes  device memory of the ring, allocated once; 0 for none. Or a `StagingRing` shared with others
+    path           "auto", or one of `kvtransfer.plan.PATHS` for every transfer
+    sm_budget      CTAs of a mapped launch
+    verify         digests: written down by stores, compared by loads (`TransferHandle.verdict`)
+    deadline_s     of each transfer, from its call, unless the call says otherwise
+    delays         CPU only: hold lanes back (tests)
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        host: HostTier,
+        *,
+        staging_bytes: int | StagingRing = DEFAULT_STAGING_BYTES,
+        path: str = "auto",
+        sm_budget: int = DEFAULT_CTAS,
+        verify: bool = True,
+        deadline_s: float = 30.0,
+        observer: Observer = NO_OBSERVER,
+        delays: Delays | None = None,
+    ) -> None:
+        require_same_content(pool.spec, host.spec)
+        if sm_budget < 1:
+            raise ConfigError(f"sm_budget: expected at least 1 CTA, got {sm_budget}")
+        if deadline_s <= 0:
+            raise ConfigError(f"deadline_s: expected more than 0, got {deadline_s}")
+        if pool.device.type not in ("cuda", "cpu"):
+            raise ConfigError(f"pool: expected a CUDA or CPU device, got {pool.device}")
+        on_gpu = pool.device.type == "cuda"
+        if on_gpu and delays is not None:
+            raise ConfigError("delays: only the CPU's lanes can be held back")
+        self.pool, self.host = pool, host
+        self.deadline_s = deadline_s
+        self.path = None if path == "auto" else path
+        self.observer = observer
+        lanes = CudaLanes(pool.device, observer) if on_gpu else CpuLanes(delays)
+        if isinstance(staging_bytes, StagingRing):
+            ring: StagingRing | None = staging_bytes
+        elif on_gpu or path == "staged":
+            ring = StagingRing.create(pool.device, staging_bytes, observer)
+        else:
+            ring = None  # the CPU path needs none
+        for memory in (*pool.buffers, host.payload, *([ring.memory] if ring is not None else [])):
+            lanes.copier.register(memory)
+        self._shop = Workshop(
+            pool,
+            host,
+            lanes,
+            ring,
+            FlagSets(pool.device, pool.spec.num_layers) if on_gpu else None,
+            sm_budget,
+            verify,
+            observer,
+            host.address + (host.device_shift(pool.device) if on_gpu and host.pinned else 0),
+        )
+        self._direct = {
+            "load": coalesce(pool.spec, Side.of(host.layout), Side.of(pool.layout), Box.whole(pool.spec), order="src"),
+            "store": coalesce(pool.spec, Side.of(pool.layout), Side.of(host.layout), Box.whole(pool.spec), order="dst"),
+        }
+        self._order = threading.Lock()  # claims and queue positions of one call, as one step
+        self._numbers = itertools.count(1)
+        self._pump = Pump(self._shop, pool.name)
+        self._closed = False
+        if on_gpu:
+            self._load_kernels()
+
+    # -- transfers --------------------------------------------------------------------------------
+
+    def load(
+        self, slots: Any, pages: Any, *, layerwise: bool = False, path: str | None = None, deadline_s: float | None = None
+    ) -> TransferHandle:
+        """Host ``slots`` into pool ``pages``, the i-th into the i-th. Returns once fenced, not once moved.
+
+        slots      host slot ids on the CPU: ints, a list, numpy, a tensor
+        pages      page ids likewise, distinct; or an int32/int64 tensor on the pool's device, checked there
+        layerwise  layers arrive in order; wait for each with ``handle.wait_layer`` (or `kvtransfer.hooks.layerwise`)
+
+        Waits for nothing on the GPU. Raises LayoutError for bad ids before anything is written.
+        """
+        return self._begin("load", slots, pages, layerwise, path, deadline_s)
+
+    def store(
+        self, pages: Any, slots: Any, *, layerwise: bool = False, path: str | None = None, deadline_s: float | None = None
+    ) -> TransferHandle:
+        """Pool ``pages`` into host ``slots`` (distinct), the i-th into the i-th; arguments as in `load`.
+
+        ``layerwise``: nothing of a layer moves until ``handle.layer_written(layer)`` says that the work which
+        writes it is enqueued. Pages and slots stay owned by the transfer until it has ended.
+        """
+        return self._begin("store", slots, pages, layerwise, path, deadline_s)
+
+    def plan(
+        self, direction: str, slots: Any, pages: Any, *, layerwise: bool = False, path: str | None = None
+    ) -> Plan:
+        """What `load` ("load") or `store` ("store") of these ids would do, and why: ``plan.explain()``."""
+        if direction not in ("load", "store"):
+            raise ConfigError(f"direction: expected 'load' or 'store', got {direction!r}")
+        slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
+        return self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
+
+    def close(self, drain: bool = True, timeout_s: float = 60.0) -> list[TransferHandle]:
+        """Take no more transfers; ``drain`` waits for those under way, otherwise they are cancelled.
+
+        Returns the handles of transfers that were dropped. Raises DeadlineExceeded when work in flight does not
+        end in ``timeout_s``. Idempotent.
+        """
+        with self._order:
+            if self._closed:
+                return []
+            self._closed = True
+        pending = self._pump.pending()
+        dropped = [] if drain else [h for h in pending if h.cancel()]
+        if not self._pump.drain(timeout_s):
+            raise DeadlineExceeded(f"close: {len(self._pump.pending())} transfers had not ended after {timeout_s:g} s")
+        self._pump.close()
+        self._shop.lanes.close()
+        return dropped
+
+    def __enter__(self) -> TransferEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=error is None)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _begin(
+        self, direction: str, slots: Any, pages: Any, layerwise: bool, path: str | None, deadline_s: float | None
+    ) -> TransferHandle:
+        slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
+        plan = self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
+        deadline = self.deadline_s if deadline_s is None else deadline_s
+        handle = TransferHandle(next(self._numbers), plan, self.pool, deadline, self.observer)
+        self.observer.planned(handle.number, direction, plan.path, plan.pages, plan.total_bytes)
+        if plan.pages == 0:
+            handle.end(None, 0.0, np.empty(0, dtype=np.int64))
+            return handle
+        by_layer = layerwise and direction == "store"
+        fences, copied = self._fences(gpu_ids, nothing_yet=by_layer)
+        with self._order:
+            if self._closed:
+                raise TransferError("the engine is closed")
+            transfer = Transfer(self._shop, handle, slot_ids, page_ids, copied, fences, [])
+            transfer.by_caller = by_layer
+            claims = [(self.pool.ledger, page_ids), (self.host.ledger, slot_ids)]
+            transfer.earlier = [t for t in claim_all(claims, transfer) if isinstance(t, Transfer)]
+            if by_layer:
+                _LayerStore(transfer, self._shop)
+                self._pump.watch(transfer)
+                return handle
+            behind = any(not t.handle.fully_submitted for t in transfer.earlier)
+            if not layerwise or behind or not self._submit_here(transfer):
+                self._pump.enqueue(transfer)
+        return handle
+
+    def _check(self, direction: str, slots: Any, pages: Any) -> tuple[Ids, Ids | None, torch.Tensor | None]:
+        """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
+        slot_ids = check.host_ids(slots, self.host.num_slots, "host slot", distinct=direction == "store")
+        if slot_ids.size and int(slot_ids.max()) >= self.host.ready_slots:
+            raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {self.host.ready_slots - 1}")
+        page_ids: Ids | None = None
+        gpu_ids: torch.Tensor | None = None
+        if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
+            gpu_ids = check.device_ids(pages, self.pool.device, f"{self.pool.name} page")
+            count = gpu_ids.numel()
+        else:
+            page_ids = check.host_ids(pages, self.pool.num_pages, f"{self.pool.name} page", distinct=direction == "load")
+            count = page_ids.size
+        if count != slot_ids.size:
+            raise LayoutError(f"{direction}: expected as many slots as pages, got {slot_ids.size} and {count}")
+        return slot_ids, page_ids, gpu_ids if count else None
+
+    def _plan(
+        self, direction: str, slots: Ids, pages: Ids | None, gpu_ids: torch.Tensor | None, layerwise: bool, path: str | None
+    ) -> Plan:
+        facts = Facts(
+            direction,
+            self.pool.spec,
+            slots.size,
+            self._direct[direction],
+            None if pages is None else count_runs(slots, pages),
+            0 if self._shop.ring is None else self._shop.ring.slot_bytes,
+            layerwise,
+            self._shop.on_gpu,
+            self.host.pinned,
+        )
+        return make_plan(facts, path or self.path)
+
+    def _fences(
+        self, gpu_ids: torch.Tensor | None, *, nothing_yet: bool
+    ) -> tuple[list[Event], torch.Tensor | None]:
+        """Events after all that the declared streams have been given so far, and the GPU's ids copied in the
+        caller's stream order, so that the caller may change its tensor at once. ``nothing_yet``: a layer-wise
+        store is fenced layer by layer instead."""
+        copied = None
+        streams: list[Stream] = [] if nothing_yet else list(self.pool.streams)
+        if not self._shop.on_gpu:
+            return [s.record() for s in streams if isinstance(s, FifoStream)], None
+        current = torch.cuda.current_stream(self.pool.device)
+        with torch.cuda.device(self.pool.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise TransferError(
+                    "load and store can't be captured into a CUDA graph: call them before the capture or the replay"
+                )
+            if gpu_ids is not None:
+                copied = gpu_ids.clone()
+                if not self.pool.declares(current):
+                    streams.append(current)
+            return [_event(s) for s in streams], copied
+
+    def _submit_here(self, transfer: Transfer) -> bool:
+        """Submit a layer-wise load on the caller's thread. False where the engine's thread must do it."""
+        with self._shop.lock:
+            try:
+                transfer.start()
+                while transfer.chunks_left:
+                    transfer.next_chunk()
+            except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
+                transfer.handle.fail(as_transfer_error(error))
+            finally:
+                transfer.finish()
+        self._pump.watch(transfer)
+        return True
+
+    def _load_kernels(self) -> None:
+        """Compile and load every kernel that the pool's layout needs, by empty launches: a module that is loaded
+        later waits for the device, and a device may by then wait for a flag."""
+        from kvtransfer.kernels import mapped, relayout  # noqa: PLC0415  (Triton is only needed where there is a GPU)
+
+        shop, lanes = self._shop, self._shop.lanes
+        assert isinstance(lanes, CudaLanes) and shop.flags is not None
+        box = Box.whole(self.pool.spec)
+        with torch.cuda.device(self.pool.device), lanes.on("gather"):
+            ids = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
+            status = torch.zeros(check.STATUS_WORDS, dtype=torch.int32, device=self.pool.device)
+            digests = torch.zeros(1, self.pool.spec.num_layers, dtype=torch.int64, device=self.pool.device)
+            sums = digests if shop.verify else None
+            if shop.ring is not None:
+                for kind in ("pool>ring", "ring>pool"):
+                    table = shop.geometry(kind, box)[1]
+                    assert table is not None
+                    out = kind == "pool>ring"
+                    relayout.relayout(
+                        table, 0, src_ids=ids if out else None, dst_ids=None if out else ids, digests=sums
+                    )
+            if self.host.pinned:
+                flags, held = shop.flags.take()
+                table = shop.geometry("host>pool", box)[1]
+                assert table is not None
+                mapped.mapped_copy(table, 0, flags, shop.ctas, src_ids=ids, dst_ids=ids, digests=sums)
+                shop.flags.give(flags, held + shop.ctas)
+            del status
+        lanes.streams["gather"].synchronize()
+
+
+class _LayerStore:
+    """A layer-wise store in the hands of its caller: each layer leaves when it is said to be written."""
+
+    def __init__(self, transfer: Transfer, shop: Workshop) -> None:
+        self._transfer, self._shop = transfer, shop
+        self._written: set[int] = set()
+        transfer.handle._write_layer = self
+
+    def __call__(self, layer: int, stream: Stream | None) -> None:
+        transfer, shop = self._transfer, self._shop
+        handle = transfer.handle
+        with shop.lock:
+            if layer in self._written:
+                raise TransferError(f"layer_written: expected each layer once, got {layer} again")
+            if handle.failed or handle.cancelled or handle.final_event is not None:
+                return  # given up: what the layer holds is not wanted any more
+            if not transfer.started:
+                transfer.start()
+            self._written.add(layer)
+            if stream is not None:
+                event = stream.record() if isinstance(stream, FifoStream) else _event(stream)
+                for lane in {transfer.kernel_lane, transfer.copy_lane}:
+                    shop.lanes.wait(lane, event)
+            try:
+                for chunk in transfer.plan.chunks:
+                    if chunk.box.layer_start == layer:
+                        transfer.submit(chunk)
+                if len(self._written) == shop.pool.spec.num_layers:
+                    transfer.finish()
+            except Exception as error:  # kept: it is the transfer's error
+                handle.fail(as_transfer_error(error))
+                transfer.finish()
+
+
+def _event(stream: Stream) -> Event:
+    if isinstance(stream, FifoStream):
+        return stream.record()
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+

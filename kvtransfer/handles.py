@@ -1,0 +1,366 @@
+"""TransferHandle: what a caller holds of a transfer. It answers a layer and a page, and never hangs.
+
+Waits come in two kinds. ``wait_layer`` and ``wait_all`` make a *stream* wait (on the CPU: the caller, unless
+a stream is given) and hold the calling thread only until the work they wait for has been submitted.
+``result`` and ``verdict`` hold the calling thread until the transfer has ended. All of them end with an
+error at the transfer's deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtransfer.fifo import FifoEvent, FifoStream
+from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutError, TransferCancelled, TransferError
+from kvtransfer.kernels.events import Observer
+from kvtransfer.lanes import Event
+from kvtransfer.plan import Chunk, Plan
+from kvtransfer.pool import KVPool, Stream
+
+if TYPE_CHECKING:
+    from kvtransfer.dma import Copier
+
+
+class PageState(IntEnum):
+    """What a transfer left of one page."""
+
+    UNTOUCHED = 0  # nothing was written at the destination
+    DONE = 1  # every byte is there
+    INVALID = 2  # some bytes were or may have been written, or they do not verify
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The digests of what a load delivered against those of what was stored. Positions count the call's ids.
+
+    bad_layers        (position, layer) of every digest that differs
+    unverified_pages  positions of pages stored without digests: nothing is known of them
+    """
+
+    ok: bool
+    bad_pages: tuple[int, ...] = ()
+    bad_layers: tuple[tuple[int, int], ...] = ()
+    unverified_pages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TransferResult:
+    """A transfer that ended well. ``seconds`` runs from its first copy to its last, on the GPU's clock where there is
+    one."""
+
+    pages: int
+    total_bytes: int
+    seconds: float
+    path: str
+
+    @property
+    def gbps(self) -> float:
+        """GB/s, GB = 1e9 bytes; 0 for an empty transfer."""
+        return self.total_bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class LayerFlags:
+    """Release flags of a mapped launch: layer i is there when the uint32 at ``address + 4 * i`` reaches ``target``."""
+
+    copier: Copier
+    address: int
+    target: int
+    memory: torch.Tensor
+
+
+class TransferHandle:
+    """Made by `TransferEngine.load`, ``store`` and ``copy``. Thread-safe. Keeps alive what the transfer uses."""
+
+    def __init__(self, number: int, plan: Plan, pool: KVPool, deadline_s: float, observer: Observer) -> None:
+        self.number = number
+        self.plan = plan
+        self.deadline_s = deadline_s
+        self._pool = pool
+        self._observer = observer
+        self._deadline = time.monotonic() + deadline_s
+        self._changed = threading.Condition()
+        layers = pool.spec.num_layers
+        self._chunks_left = [0] * layers  # chunks of the layer not yet submitted
+        for chunk in plan.chunks:
+            for layer in range(chunk.box.layer_start, chunk.box.layer_stop):
+                self._chunks_left[layer] += 1
+        self._layer_event: list[Event | None] = [None] * layers
+        self._submitted: list[tuple[Chunk, Event]] = []
+        self._flags: LayerFlags | None = None
+        self._final: Event | None = None
+        self._ended = False
+        self._cancelled = False
+        self._error: KVTransferError | None = None
+        self._verdict: Verdict | None = None
+        self._seconds = 0.0
+        self._nothing_written = False
+        self._bad: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+        self._callbacks: list[Callable[[TransferHandle], object]] = []
+        self._write_layer: Callable[[int, Stream | None], None] | None = None
+        self.keep: list[Any] = []  # buffers, index tensors and events that the GPU still uses
+
+    # -- for callers ------------------------------------------------------------------------------
+
+    @property
+    def total_bytes(self) -> int:
+        return self.plan.total_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Time from the first copy to the last; 0 until the transfer has ended."""
+        return self._seconds
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not. Never waits."""
+        return self._ended
+
+    def wait_layer(self, layer: int, stream: Stream | None = None) -> None:
+        """Make ``stream`` (default: the current one; on the CPU the calling thread) wait until ``layer`` is there.
+
+        Raises LayoutError for a layer that is not there, TransferError for an undeclared stream, inside graph
+        capture, or when the transfer failed, TransferCancelled, DeadlineExceeded.
+        """
+        if not 0 <= layer < len(self._layer_event):
+            raise LayoutError(f"wait_layer: expected 0 to {len(self._layer_event) - 1}, got {layer}")
+        started = time.monotonic()
+        consumer = self._consumer(stream, "wait_layer")
+        if self.plan.pages:
+            event = self._recorded(lambda: self._layer_event[layer] if self._chunks_left[layer] == 0 else None)
+            self._hold(consumer, event, layer)
+        self._observer.waited(self.number, layer, time.monotonic() - started)
+
+    def wait_all(self, stream: Stream | None = None) -> None:
+        """`wait_layer` for every layer at once: blocks until all is submitted, then one wait on ``stream``.
+
+        What a full CUDA graph needs: call it before ``graph.replay()``, on the stream of the replay.
+        """
+        consumer = self._consumer(stream, "wait_all")
+        if self.plan.pages:
+            self._hold(consumer, self._recorded(lambda: self._final), None)
+
+    def result(self, timeout_s: float | None = None) -> TransferResult:
+        """Hold the caller until the transfer has ended. Raises what ended it; TransferError names bad pages.
+
+        DeadlineExceeded at ``timeout_s`` leaves the transfer running.
+        """
+        self._join(timeout_s, "result")
+        if self._error is not None:
+            raise self._error
+        return TransferResult(self.plan.pages, self.total_bytes, self._seconds, self.plan.path)
+
+    def verdict(self, timeout_s: float | None = None) -> Verdict:
+        """The verdict on a load's bytes; read it before a token is emitted or KV is published.
+
+        Raises what ended the transfer, unless that was the verdict itself.
+        """
+        self._join(timeout_s, "verdict")
+        if self._verdict is None:
+            assert self._error is not None
+            raise self._error
+        return self._verdict
+
+    def pages_done(self) -> NDArray[np.bool_]:
+        """For each page of the call, whether all of it has landed. Never waits. Not yet verified: see `verdict`."""
+        return self.states() == PageState.DONE
+
+    def states(self) -> NDArray[np.int8]:
+        """`PageState` of each page, as far as known now; final once `done`. Never waits."""
+        pages = self.plan.pages
+        if self._nothing_written:
+            return np.zeros(pages, dtype=np.int8)
+        touched = np.zeros(pages, dtype=np.int32)
+        landed = np.zeros(pages, dtype=np.int32)
+        wanted = np.zeros(pages, dtype=np.int32)
+        for chunk in self.plan.chunks:
+            wanted[chunk.first : chunk.first + chunk.count] += 1
+        with self._changed:
+            submitted, bad = list(self._submitted), self._bad
+        for chunk, event in submitted:
+            part = slice(chunk.first, chunk.first + chunk.count)
+            touched[part] += 1
+            landed[part] += event.query() and getattr(event, "error", None) is None
+        states = np.where(touched > 0, PageState.INVALID, PageState.UNTOUCHED).astype(np.int8)
+        states[landed == wanted] = PageState.DONE
+        states[bad] = PageState.INVALID
+        return states
+
+    def cancel(self) -> bool:
+        """Submit nothing more. True if that kept a page back; what was submitted lands and is reported as such.
+
+        Pages stay owned until the work in flight is through; `result` then raises TransferCancelled.
+        """
+        with self._changed:
+            if self._ended or self._final is not None or self._cancelled:
+                return False
+            self._cancelled = True
+            self._changed.notify_all()
+            return True
+
+    def add_done_callback(self, fn: Callable[[TransferHandle], object]) -> None:
+        """Call ``fn(handle)`` once the transfer has ended: on the engine's thread, or here if it has."""
+        with self._changed:
+            if not self._ended:
+                self._callbacks.append(fn)
+                return
+        fn(self)
+
+    def layer_written(self, layer: int, stream: Stream | None = None) -> None:
+        """Layer-wise store: the work enqueued on ``stream`` (default: the current one) has written ``layer``; let it go.
+
+        Raises TransferError for other transfers and for a layer given twice.
+        """
+        if self._write_layer is None:
+            raise TransferError("layer_written: expected a handle of store(..., layerwise=True)")
+        if not 0 <= layer < len(self._layer_event):
+            raise LayoutError(f"layer_written: expected 0 to {len(self._layer_event) - 1}, got {layer}")
+        self._write_layer(layer, self._consumer(stream, "layer_written"))
+
+    def __await__(self) -> Generator[Any, None, TransferResult]:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def wake() -> None:
+            if not future.done():
+                future.set_result(None)
+
+        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        yield from future.__await__()
+        return self.result(0)
+
+    def __repr__(self) -> str:
+        state = "ended" if self._ended else "running"
+        return f"TransferHandle({self.plan.direction} of {self.plan.pages} pages by {self.plan.path}, {state})"
+
+    # -- for the engine ---------------------------------------------------------------------------
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    @property
+    def fully_submitted(self) -> bool:
+        """Whether every event of the transfer has been recorded (or it will record no more)."""
+        return self._final is not None or self._ended
+
+    @property
+    def final_event(self) -> Event | None:
+        return self._final
+
+    def expired(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    def chunk_submitted(self, chunk: Chunk, event: Event) -> None:
+        with self._changed:
+            self._submitted.append((chunk, event))
+            for layer in range(chunk.box.layer_start, chunk.box.layer_stop):
+                self._chunks_left[layer] -= 1
+                self._layer_event[layer] = event
+            self._changed.notify_all()
+
+    def flags_submitted(self, flags: LayerFlags) -> None:
+        """Before `chunk_submitted` of a mapped launch: its layers can be waited for one by one."""
+        self._flags = flags
+
+    def all_submitted(self, final: Event) -> None:
+        with self._changed:
+            self._final = final
+            self._changed.notify_all()
+
+    def fail(self, error: KVTransferError) -> None:
+        """Waits raise from now on. The transfer ends (`end`) once what is in flight is through."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def end(
+        self, verdict: Verdict | None, seconds: float, bad: NDArray[np.int64], *, nothing_written: bool = False
+    ) -> None:
+        """Acknowledge: nothing of the transfer is in flight any more. ``nothing_written``: the GPU refused the ids."""
+        with self._changed:
+            if self._ended:
+                return
+            self._verdict, self._seconds, self._bad = verdict, seconds, bad
+            self._nothing_written = nothing_written
+            self._ended = True
+            self.keep.clear()
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        self._observer.finished(self.number, self._error is None, seconds, self.total_bytes)
+        for fn in callbacks:
+            fn(self)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _consumer(self, stream: Stream | None, verb: str) -> Stream | None:
+        if self._pool.device.type == "cpu":
+            if stream is not None:
+                self._pool.require_declared(stream)
+            return stream
+        stream = torch.cuda.current_stream(self._pool.device) if stream is None else stream
+        with torch.cuda.stream(stream):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise TransferError(
+                f"{verb} inside CUDA graph capture: the wait would be frozen into the graph. Capture piecewise with the "
+                "hooks between the graphs, or call handle.wait_all() before graph.replay()"
+            )
+        self._pool.require_declared(stream)
+        return stream
+
+    def _recorded(self, look: Callable[[], Event | None]) -> Event:
+        """Hold the caller until the event that ``look`` returns has been recorded."""
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                event = look()
+                if event is not None:
+                    return event
+                if self._cancelled:
+                    raise TransferCancelled("the transfer was cancelled before this layer was submitted")
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(f"not submitted within the deadline of {self.deadline_s:g} s")
+                self._changed.wait(left)
+
+    def _hold(self, consumer: Stream | None, event: Event, layer: int | None) -> None:
+        if isinstance(event, FifoEvent):
+            if isinstance(consumer, FifoStream):
+                consumer.wait(event)
+            elif not event.synchronize(max(0.0, self._deadline - time.monotonic())):
+                raise DeadlineExceeded(f"layer {layer} was not there within the deadline of {self.deadline_s:g} s")
+            elif self._error is not None:
+                raise self._error
+            return
+        assert isinstance(consumer, torch.cuda.Stream)
+        flags = self._flags
+        if flags is not None and layer is not None:
+            flags.copier.wait_value(consumer.cuda_stream, flags.address + 4 * layer, flags.target)
+        else:
+            consumer.wait_event(event)
+
+    def _join(self, timeout_s: float | None, verb: str) -> None:
+        limit = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._changed:
+            while not self._ended:
+                if self._error is not None and isinstance(self._error, DeadlineExceeded):
+                    raise self._error
+                left = None if limit is None else limit - time.monotonic()
+                if left is not None and left <= 0:
+                    raise DeadlineExceeded(f"{verb}: the transfer had not ended after {timeout_s:g} s")
+                self._changed.wait(0.5 if left is None else min(left, 0.5))

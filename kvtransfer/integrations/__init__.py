@@ -1,0 +1,1 @@
+"""Doors into other people's engines. Nothing in kvtransfer imports from here."""

@@ -1,0 +1,146 @@
+"""KVPool: the paged KV memory of one engine, on one device, with the streams that use it declared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvtransfer.fifo import FifoStream
+from kvtransfer.kernels.check import host_ids
+from kvtransfer.kernels.errors import ConfigError, LayoutError, TransferError
+from kvtransfer.kernels.layout import Layout
+from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.tiers.extents import Extents
+from kvtransfer.tiers.ledger import PageLedger
+
+Stream = torch.cuda.Stream | FifoStream
+
+
+class KVPool:
+    """Buffers with a layout over them.
+
+    layout   where each byte of each page lies (`Layout.from_tensors` over the engine's own tensors, or a ready name)
+    buffers  the tensors that the layout's buffers stand for, in its order, all on one device; not copied
+    streams  every stream that reads or writes the pool. Transfers are ordered against all of them. Default: on
+             CUDA the stream that is current now; on the CPU none (the calling thread works at once)
+
+    `allocate_pages` and `free_pages` are for owners who have no allocator of their own; those who have one
+    ask `ledger` (or `require_free`) before they hand a page to somebody else.
+    """
+
+    def __init__(
+        self, layout: Layout, buffers: Sequence[torch.Tensor], *, streams: Sequence[Stream] | None = None, name: str = "pool"
+    ) -> None:
+        if len(buffers) != len(layout.buffer_bytes):
+            raise LayoutError(f"buffers: expected {len(layout.buffer_bytes)} for {layout.name}, got {len(buffers)}")
+        devices = {b.device for b in buffers}
+        if len(devices) != 1:
+            raise LayoutError(f"buffers: expected one device, got {sorted(map(str, devices))}")
+        for number, (buffer, need) in enumerate(zip(buffers, layout.buffer_bytes, strict=True)):
+            have = buffer.untyped_storage().nbytes() - buffer.storage_offset() * buffer.element_size()
+            if have < need:
+                raise LayoutError(f"buffer {number}: expected at least {need} bytes for {layout.name}, got {have}")
+        self.layout = layout
+        self.spec: KVSpec = layout.spec
+        self.num_pages = layout.num_pages
+        self.buffers = tuple(buffers)
+        self.device = devices.pop()
+        self.name = name
+        self.ledger = PageLedger(self.num_pages, f"{name} page")
+        self._pages = Extents(self.num_pages, what=f"{name} page")
+        if streams is None:
+            streams = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
+        self.streams: list[Stream] = []
+        for stream in streams:
+            self.declare_stream(stream)
+
+    @classmethod
+    def allocate(
+        cls,
+        layout: str | Layout,
+        *,
+        spec: KVSpec | None = None,
+        num_pages: int | None = None,
+        device: torch.device | str = "cpu",
+        streams: Sequence[Stream] | None = None,
+        name: str = "pool",
+    ) -> KVPool:
+        """A pool over new zeroed memory: a ready layout by name (with ``spec`` and ``num_pages``), or a Layout."""
+        if isinstance(layout, str):
+            if spec is None or num_pages is None:
+                raise LayoutError(f"layout {layout!r} by name: expected spec and num_pages as well")
+            layout = Layout.named(layout, spec, num_pages)
+        buffers = [torch.zeros(n, dtype=torch.uint8, device=device) for n in layout.buffer_bytes]
+        return cls(layout, buffers, streams=streams, name=name)
+
+    def declare_stream(self, stream: Stream) -> None:
+        """Order transfers against ``stream`` too, from the next call on."""
+        if isinstance(stream, FifoStream) != (self.device.type == "cpu"):
+            raise ConfigError(f"streams: expected streams of {self.device}, got {stream!r}")
+        if isinstance(stream, torch.cuda.Stream) and stream.device != self.device:
+            raise ConfigError(f"streams: expected streams of {self.device}, got one of {stream.device}")
+        if not self.declares(stream):
+            self.streams.append(stream)
+
+    def declares(self, stream: Stream) -> bool:
+        """Whether ``stream`` is one of `streams`."""
+        if isinstance(stream, FifoStream):
+            return any(stream is s for s in self.streams)
+        return any(isinstance(s, torch.cuda.Stream) and s.cuda_stream == stream.cuda_stream for s in self.streams)
+
+    def require_declared(self, stream: Stream) -> None:
+        """Raise TransferError for a stream whose work no transfer would wait for."""
+        if not self.declares(stream):
+            raise TransferError(
+                f"expected a stream declared for {self.name}, got {stream!r}: transfers would not be ordered against "
+                f"it. Declare it with pool.declare_stream(stream)"
+            )
+
+    def allocate_pages(self, count: int) -> NDArray[np.int64]:
+        """``count`` free page ids, in runs where it can; CapacityError when there are fewer."""
+        return self._pages.allocate(count)
+
+    def free_pages(self, pages: Any, wait_s: float = 0.0) -> None:
+        """Give pages back. A page under a transfer is waited for up to ``wait_s``, then OwnershipError; all or none."""
+        ids = host_ids(pages, self.num_pages, f"{self.name} page", distinct=False)
+        self._pages.check(ids)
+        self.ledger.require_free(ids, wait_s)
+        self._pages.free(ids)
+
+    def require_free(self, pages: Any, wait_s: float = 0.0) -> None:
+        """For owners with an allocator of their own: OwnershipError if a transfer still owns one of ``pages``."""
+        self.ledger.require_free(host_ids(pages, self.num_pages, f"{self.name} page", distinct=False), wait_s)
+
+    def view(self, layer: int, component: int | str, dtype: torch.dtype) -> torch.Tensor:
+        """[pages, tokens, heads, dim] of one component as ``dtype``: a strided view, nothing is copied.
+
+        Raises LayoutError where an axis is split over several strides or the bytes do not divide into ``dtype``.
+        """
+        components = self.spec.layers[layer]
+        index = component if isinstance(component, int) else [c.name for c in components].index(component)
+        c, place = components[index], self.layout.placements[layer][index]
+        size = dtype.itemsize
+        dims: list[tuple[int, int]] = [(self.num_pages, place.page_stride)]
+        for axis, extent in ((place.token, c.rows(self.spec.page_size)), (place.head, c.heads)):
+            split = [d for d in axis if d[0] > 1]
+            if len(split) > 1:
+                raise LayoutError(f"{self.layout.name}: expected one stride an axis for a view, got {axis}")
+            dims.append(split[0] if split else (extent, size))
+        if place.byte != ((c.head_bytes, 1),) and c.head_bytes > 1:
+            raise LayoutError(f"{self.layout.name}: expected contiguous heads for a view, got {place.byte}")
+        buffer = self.buffers[place.buffer]
+        base = buffer.storage_offset() * buffer.element_size() + place.offset
+        if math.gcd(base, c.head_bytes, *(stride for _, stride in dims)) % size:
+            raise LayoutError(f"{self.layout.name}: expected offsets in whole {dtype}, got {dims} at {base}")
+        shape = [*(extent for extent, _ in dims), c.head_bytes // size]
+        strides = [*(stride // size for _, stride in dims), 1]
+        view = torch.empty(0, dtype=dtype, device=self.device)
+        return view.set_(buffer.untyped_storage(), base // size, shape, strides)
+
+    def __repr__(self) -> str:
+        return f"KVPool({self.name!r}, {self.layout.name}, {self.num_pages} pages on {self.device})"

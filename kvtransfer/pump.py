@@ -1,0 +1,182 @@
+"""Pump: the one background thread of an engine. It submits queued transfers in order and acknowledges all.
+
+It never lets more of a transfer into the GPU's queues than the ring has slots, so a transfer can be cancelled
+half-way and other people's small copies do not wait behind a burst. Completions are handled here alone,
+whether or not anybody calls in. Python in a second thread costs a forward that is being launched, so the
+thread sleeps most of the time and each wake-up is short.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+import torch
+
+from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
+from kvtransfer.lanes import as_transfer_error
+from kvtransfer.transfer import Transfer, Workshop
+
+SHORTEST_NAP_S = 0.0001
+LONGEST_NAP_S = 0.001  # a 64 MiB chunk takes 1.2 ms at 55 GB/s, and the ring holds three
+
+
+class Pump:
+    """``enqueue`` transfers to be submitted here, ``watch`` those that their caller submitted."""
+
+    def __init__(self, shop: Workshop, name: str) -> None:
+        self._shop = shop
+        self._name = name
+        self._changed = threading.Condition()
+        self._queue: deque[Transfer] = deque()
+        self._flight: list[Transfer] = []
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def enqueue(self, transfer: Transfer) -> None:
+        """Submit ``transfer`` after those enqueued before it."""
+        self._add(self._queue.append, transfer)
+
+    def watch(self, transfer: Transfer) -> None:
+        """``transfer`` is being submitted by its caller; acknowledge it when it is through, or at its deadline."""
+        self._add(self._flight.append, transfer)
+
+    def idle(self) -> bool:
+        return not self._queue and not self._flight
+
+    def drain(self, timeout_s: float | None) -> bool:
+        """Hold the caller until nothing is queued or in flight; False when the time is up."""
+        with self._changed:
+            return self._changed.wait_for(self.idle, timeout_s)
+
+    def pending(self) -> list[TransferHandle]:
+        """Handles of everything not yet acknowledged."""
+        with self._changed:
+            return [t.handle for t in (*self._queue, *self._flight)]
+
+    def close(self) -> None:
+        """End the thread once what is in flight is through."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _add(self, append: object, transfer: Transfer) -> None:
+        with self._changed:
+            if self._closing:
+                raise TransferError("the engine is closed")
+            append(transfer)  # type: ignore[operator]
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        if self._shop.on_gpu:
+            torch.cuda.set_device(self._shop.pool.device)
+        nap = SHORTEST_NAP_S
+        while True:
+            with self._changed:
+                while self.idle() and not self._closing:
+                    self._changed.wait()
+                if self.idle():
+                    return
+            moved = self._submit() | self._acknowledge()
+            nap = SHORTEST_NAP_S if moved else min(2 * nap, LONGEST_NAP_S)
+            if not moved:
+                with self._changed:
+                    self._changed.wait(nap)
+
+    def _submit(self) -> bool:
+        """Submit what the head of the queue may submit now; True if anything happened."""
+        moved = False
+        while self._queue:
+            head = self._queue[0]
+            if self._stopped(head):
+                self._retire(head)
+                moved = True
+                continue
+            if not head.ready():
+                return moved
+            try:
+                with self._shop.lock:
+                    if not head.started:
+                        head.start()
+                        if not head.ready():
+                            return True
+                    if head.chunks_left:
+                        head.next_chunk()
+                    if not head.chunks_left:
+                        self._retire(head)
+            except Exception as error:  # kept: it becomes the transfer's error, and its callers get it
+                head.handle.fail(as_transfer_error(error))
+                self._retire(head)
+            moved = True
+        return moved
+
+    def _stopped(self, transfer: Transfer) -> bool:
+        """Whether no more of it may be submitted: cancelled, failed or too late."""
+        handle = transfer.handle
+        if handle.cancelled:
+            handle.fail(TransferCancelled("the transfer was cancelled", _left(handle)))
+            return True
+        if handle.expired():
+            handle.fail(DeadlineExceeded(f"the transfer passed its deadline of {handle.deadline_s:g} s", _left(handle)))
+            return True
+        return False
+
+    def _retire(self, transfer: Transfer) -> None:
+        """From the queue to the transfers in flight, with its last event recorded."""
+        with self._shop.lock:
+            if transfer.started:
+                transfer.finish()
+        with self._changed:
+            self._queue.popleft()
+            self._flight.append(transfer)
+
+    def _acknowledge(self) -> bool:
+        """End the transfers whose last event has passed; True if there were any."""
+        ended = []
+        for transfer in list(self._flight):
+            handle = transfer.handle
+            final = handle.final_event
+            if final is None and transfer.by_caller and not self._stopped_by_caller(transfer):
+                continue  # layer by layer: its caller is still submitting
+            if final is not None and not final.query():
+                if handle.expired() and not transfer.late:
+                    transfer.late = True
+                    handle.fail(DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle)))
+                    with self._shop.lock:
+                        transfer.force_flags()
+                continue
+            if any(not e.handle.done() for e in transfer.earlier):
+                continue  # its digests are compared with what an earlier transfer has yet to write down
+            ended.append(transfer)
+        for transfer in ended:
+            with self._changed:
+                self._flight.remove(transfer)
+            with self._shop.lock:
+                verdict = transfer.judge()
+            transfer.acknowledge(verdict)
+        if ended:
+            with self._changed:
+                self._changed.notify_all()
+        return bool(ended)
+
+    def _stopped_by_caller(self, transfer: Transfer) -> bool:
+        """A layer-wise store whose caller gave up or ran out of time: close it with what it has submitted."""
+        if not self._stopped(transfer):
+            return False
+        with self._shop.lock:
+            if transfer.started and transfer.handle.final_event is None:
+                transfer.finish()
+        return transfer.handle.final_event is None
+
+
+def _left(handle: TransferHandle) -> list[int]:
+    done = handle.pages_done()
+    return [i for i, ok in enumerate(done.tolist()) if not ok]
+

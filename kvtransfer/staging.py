@@ -1,0 +1,80 @@
+"""StagingRing: a few equal slots of device memory between the copy engine and the relayout kernels.
+
+Allocated once and never grown. Slots are taken in turn, by transfers in the order of their submission, so
+nobody starves. A slot carries the event after which its last user is done; whoever takes it makes the GPU
+wait for that event. Nothing here holds the calling thread for the GPU.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.events import Observer
+from kvtransfer.lanes import Event
+
+SLOTS = 3  # one filling, one being emptied, one waiting: a fourth gained nothing in the sketches
+SLOT_ALIGNMENT = 4096
+
+
+@dataclass
+class RingSlot:
+    """``free``: the event after which the slot may be written again; None while nothing used it yet."""
+
+    index: int
+    memory: torch.Tensor  # uint8 [slot_bytes]
+    free: Event | None = None
+    taken: bool = False
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+class StagingRing:
+    """``staging_bytes`` of device memory in `SLOTS` slots; may be shared by engines of one device. Thread-safe."""
+
+    def __init__(self, device: torch.device, staging_bytes: int) -> None:
+        self.slot_bytes = staging_bytes // SLOTS // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+        if self.slot_bytes <= 0:
+            raise ConfigError(f"staging_bytes: expected at least {SLOTS * SLOT_ALIGNMENT}, got {staging_bytes}")
+        self.memory = torch.empty(self.slot_bytes * SLOTS, dtype=torch.uint8, device=device)
+        self._slots = [RingSlot(i, self.memory[i * self.slot_bytes : (i + 1) * self.slot_bytes]) for i in range(SLOTS)]
+        self._next = 0
+        self._changed = threading.Condition()
+
+    @classmethod
+    def create(cls, device: torch.device, staging_bytes: int, observer: Observer) -> StagingRing | None:
+        """A ring, or None (said through the observer) where there is no memory for it or none was asked for."""
+        if staging_bytes == 0:
+            return None
+        try:
+            return cls(device, staging_bytes)
+        except torch.OutOfMemoryError as error:
+            observer.fell_back("staging", f"no room for a ring of {staging_bytes:,} bytes on {device}: {error}")
+            return None
+
+    def take(self) -> RingSlot:
+        """The next slot in turn. Wait for its ``free`` event on the lane that writes it, then `give` it back."""
+        with self._changed:
+            slot = self._slots[self._next]
+            self._next = (self._next + 1) % SLOTS
+            while slot.taken:  # another thread is between take and give: microseconds
+                self._changed.wait()
+            slot.taken = True
+            return slot
+
+    def give(self, slot: RingSlot, free: Event | None) -> None:
+        """The slot's use was submitted; it is free after ``free`` (None: it was not used, the old event stands)."""
+        with self._changed:
+            slot.taken = False
+            slot.free = free if free is not None else slot.free
+            self._changed.notify_all()
+
+    def next_is_free(self) -> bool:
+        """Whether the GPU is done with the slot that `take` would give: for pacing, never waits."""
+        slot = self._slots[self._next]
+        return not slot.taken and (slot.free is None or slot.free.query())

@@ -1,0 +1,194 @@
+"""The slot allocator against a naive model, its runs, and its memory."""
+
+from __future__ import annotations
+
+import random
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvtransfer.kernels.errors import CapacityError, OwnershipError
+from kvtransfer.tiers.extents import Extents
+
+
+def ids(*slots: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(slots, dtype=np.int64)
+
+
+def naive_runs(free: set[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for slot in sorted(free):
+        if runs and sum(runs[-1]) == slot:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((slot, 1))
+    return runs
+
+
+def test_one_slot() -> None:
+    extents = Extents(1)
+    assert extents.allocate(1).tolist() == [0]
+    with pytest.raises(CapacityError, match="expected 1 free slots, got 0 of 1"):
+        extents.allocate(1)
+    extents.free(ids(0))
+    assert extents.free_runs() == [(0, 1)]
+
+
+def test_best_fit_takes_the_smallest_run_that_holds_it() -> None:
+    extents = Extents(20)
+    extents.allocate(20)
+    extents.free(ids(0, 1, 2, 3, 4, 7, 8, 9, 12, 13))
+    assert extents.allocate(2).tolist() == [12, 13]
+    assert extents.allocate(2).tolist() == [7, 8]
+    assert extents.allocate(4).tolist() == [0, 1, 2, 3]
+
+
+def test_no_run_holds_it_the_largest_come_first() -> None:
+    extents = Extents(12)
+    extents.allocate(12)
+    extents.free(ids(0, 2, 3, 6, 7, 8))
+    assert extents.allocate(5).tolist() == [6, 7, 8, 2, 3]
+    assert extents.free_runs() == [(0, 1)]
+
+
+def test_a_prefix_is_continued_behind_its_last_slot() -> None:
+    extents = Extents(16)
+    first, other = extents.allocate(3), extents.allocate(3)
+    assert other.tolist() == [3, 4, 5]
+    assert extents.allocate(2, after=int(first[-1])).tolist() == [6, 7]  # 3 is taken: anywhere
+    extents.free(ids(3, 4))
+    assert extents.allocate(4, after=2).tolist() == [3, 4, 8, 9]  # as far as it is free, then the rest in one run
+    assert extents.allocate(2, after=9).tolist() == [10, 11]
+    assert extents.allocate(1, after=15).tolist() == [12]
+    assert extents.allocate(0, after=12).tolist() == []
+
+
+def test_freed_neighbours_join() -> None:
+    extents = Extents(9)
+    extents.allocate(9)
+    for slot in (1, 3, 5, 7, 2, 4, 6):
+        extents.free(ids(slot))
+    assert extents.free_runs() == [(1, 7)]
+    extents.free(ids(8, 0))
+    assert extents.free_runs() == [(0, 9)]
+
+
+def test_fragmentation_report() -> None:
+    extents = Extents(10)
+    whole = extents.fragmentation()
+    assert (whole.free_slots, whole.free_runs, whole.largest_run, whole.outside_largest) == (10, 1, 10, 0.0)
+    extents.allocate(10)
+    none = extents.fragmentation()
+    assert (none.free_slots, none.free_runs, none.largest_run, none.outside_largest) == (0, 0, 0, 0.0)
+    extents.free(ids(0, 1, 4, 5, 6, 9))
+    some = extents.fragmentation()
+    assert (some.free_slots, some.free_runs, some.largest_run, some.outside_largest) == (6, 3, 3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("slots", "says"),
+    [
+        ((4,), r"got \[4\]: free already"),
+        ((0, 5, 4), r"got \[5, 4\]: free already"),
+        ((0, 1, 0), r"distinct slots, got \[0\]"),
+        ((0, 6), r"in 0\.\.5, got \[6\]"),
+        ((-1,), r"got \[-1\]"),
+    ],
+)
+def test_bad_frees_name_the_slots_and_change_nothing(slots: tuple[int, ...], says: str) -> None:
+    extents = Extents(6)
+    extents.allocate(4)
+    with pytest.raises(OwnershipError, match=says):
+        extents.free(ids(*slots))
+    assert extents.free_runs() == [(4, 2)]
+    assert extents.free_slots == 2
+
+
+def test_refused_allocation_takes_nothing_and_says_numbers() -> None:
+    extents = Extents(6, ready=4)
+    extents.allocate(1)
+    with pytest.raises(CapacityError, match="expected 4 free slots, got 3 of 4, 2 more not ready yet"):
+        extents.allocate(4)
+    with pytest.raises(CapacityError, match="at least 0, got -1"):
+        extents.allocate(-1)
+    assert extents.free_slots == 3
+
+
+def test_growing_joins_the_free_end() -> None:
+    extents = Extents(8, ready=0)
+    extents.grow(3)
+    assert extents.allocate(2).tolist() == [0, 1]
+    extents.grow(6)
+    extents.grow(6)
+    assert extents.free_runs() == [(2, 4)]
+    with pytest.raises(OwnershipError, match=r"in 0\.\.5, got \[7\]"):
+        extents.free(ids(7))
+    for wrong in (5, 9):
+        with pytest.raises(CapacityError, match="expected to grow"):
+            extents.grow(wrong)
+
+
+@settings(max_examples=150, deadline=None)
+@given(count=st.integers(1, 40), seed=st.randoms(use_true_random=False))
+def test_same_as_a_set(count: int, seed: random.Random) -> None:
+    """Random allocations, growth and frees, against a set of free slots."""
+    ready = seed.randint(0, count)
+    extents, free, taken = Extents(count, ready), set(range(ready)), set[int]()
+    for _ in range(40):
+        action = seed.random()
+        if action < 0.1 and ready < count:
+            free.update(range(ready, ready + 1))
+            ready += 1
+            extents.grow(ready)
+        elif action < 0.55:
+            n = seed.randint(0, count // 2 + 1)
+            after = seed.choice([None, seed.randint(0, count - 1)])
+            if n > len(free):
+                with pytest.raises(CapacityError):
+                    extents.allocate(n, after)
+            else:
+                before = naive_runs(free)
+                got = extents.allocate(n, after).tolist()
+                assert len(set(got)) == n and set(got) <= free
+                if n and after is not None and after + 1 in dict(before):
+                    assert got[0] == after + 1
+                elif n and any(length >= n for _, length in before):
+                    best = min(length for _, length in before if length >= n)
+                    assert got == list(range(got[0], got[0] + n)) and (got[0], best) in before
+                free.difference_update(got)
+                taken.update(got)
+        elif taken:
+            back = seed.sample(sorted(taken), seed.randint(1, len(taken)))
+            extents.free(ids(*back))
+            taken.difference_update(back)
+            free.update(back)
+        assert extents.free_runs() == naive_runs(free)
+        assert extents.free_slots == len(free)
+        report = extents.fragmentation()
+        longest = max((length for _, length in naive_runs(free)), default=0)
+        assert (report.free_runs, report.largest_run) == (len(naive_runs(free)), longest)
+        everything = np.arange(ready, dtype=np.int64)
+        assert extents.taken(everything).tolist() == [slot in taken for slot in range(ready)]
+
+
+def rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_kept_ids_own_their_storage_and_memory_stays() -> None:
+    """10^5 rounds on a pool of 10^6 slots, one id of each kept as a slice, the way an index keeps them."""
+    extents = Extents(1_000_000)
+    kept = []
+    before = rss_bytes()
+    for _ in range(100_000):
+        slots = extents.allocate(8)
+        assert slots.base is None and slots.flags.owndata
+        kept.append(slots[:1])
+        extents.free(slots[1:])
+    assert rss_bytes() - before < 50 << 20
+    assert extents.free_slots == 900_000
+    assert extents.fragmentation().free_runs == 1

@@ -1,0 +1,115 @@
+"""PageLedger: which pages or slots are under which transfer, and in what order transfers touch them.
+
+One ledger belongs to one piece of memory (a device pool, a host slab) and is shared by every engine
+that works on it. Hazards are tracked on the physical id, never on a logical one: two transfers that
+touch the same id are ordered, whatever they do there. A chain is enough for that: each id remembers the
+last transfer that claimed it, and that one waits for its predecessor.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.kernels.errors import OwnershipError
+
+Ids = NDArray[np.int64]
+
+
+class Owner(Protocol):
+    """What a ledger asks of a transfer: nothing. It hands the object back to whoever must wait for it."""
+
+
+class PageLedger:
+    """In-flight bookkeeping for ``count`` ids, 0 to ``count - 1``. Thread-safe.
+
+    ``what`` names the ids in messages ("pool page", "host slot").
+    """
+
+    def __init__(self, count: int, what: str) -> None:
+        self.count = count
+        self.what = what
+        self._changed = threading.Condition()
+        self._holders = np.zeros(count, dtype=np.int32)  # transfers in flight that touch the id
+        self._last_ticket = np.zeros(count, dtype=np.int64)  # the last transfer that claimed the id
+        self._open: dict[int, tuple[Owner, Ids | slice]] = {}
+        self._tickets: dict[int, list[int]] = {}  # id(owner) -> its tickets
+        self._next = 1
+        self._oldest_open = 1  # every ticket below this one is closed
+
+    def claim(self, ids: Ids | None, owner: Owner) -> list[Owner]:
+        """Put ``ids`` (distinct, in range: checked by the caller) under ``owner``; None claims every id.
+
+        Returns the transfers still in flight that touched any of them before; the owner must be ordered
+        after these. Call `release` once ``owner`` is acknowledged. Use `claim_all` for several ledgers.
+        """
+        every: Ids | slice = slice(None) if ids is None else ids
+        with self._changed:
+            before = self._last_ticket[every]
+            recent = before[before >= self._oldest_open]
+            tickets = np.unique(recent).tolist() if recent.size else []
+            earlier = [self._open[t][0] for t in tickets if t in self._open and self._open[t][0] is not owner]
+            ticket = self._next
+            self._next += 1
+            self._last_ticket[every] = ticket
+            self._holders[every] += 1
+            self._open[ticket] = (owner, every)
+            self._tickets.setdefault(id(owner), []).append(ticket)
+            return earlier
+
+    def release(self, owner: Owner) -> None:
+        """``owner`` is acknowledged: its ids may be freed. Releasing what was never claimed is a no-op."""
+        with self._changed:
+            for ticket in self._tickets.pop(id(owner), ()):
+                _, ids = self._open.pop(ticket)
+                self._holders[ids] -= 1
+            self._oldest_open = min(self._open, default=self._next)
+            self._changed.notify_all()
+
+    def busy(self, ids: Ids) -> NDArray[np.bool_]:
+        """For each id, whether a transfer in flight touches it."""
+        with self._changed:
+            return np.asarray(self._holders[ids] > 0)
+
+    def any_busy(self) -> bool:
+        """Whether any transfer is in flight here."""
+        with self._changed:
+            return bool(self._open)
+
+    def wait_free(self, ids: Ids, timeout_s: float) -> bool:
+        """Block until no transfer touches ``ids`` or the time is up; True if they are free."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while bool((self._holders[ids] > 0).any()):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+            return True
+
+    def require_free(self, ids: Ids, wait_s: float) -> None:
+        """`wait_free`, or an OwnershipError that names the ids a transfer still owns."""
+        if not self.wait_free(ids, wait_s):
+            held = ids[self.busy(ids)]
+            raise OwnershipError(
+                f"expected {self.what}s that no transfer owns, got {held[:8].tolist()}"
+                f"{' ...' if held.size > 8 else ''} still in flight after {wait_s:g} s; wait for the handle first"
+            )
+
+
+def claim_all(wanted: Sequence[tuple[PageLedger, Ids | None]], owner: Owner) -> list[Owner]:
+    """Claim on several ledgers at once, so that no two transfers are each ordered after the other.
+
+    Returns what `PageLedger.claim` does for each ledger, without repeats.
+    """
+    with ExitStack() as held:
+        for ledger in sorted({id(ledger): ledger for ledger, _ in wanted}.values(), key=id):
+            held.enter_context(ledger._changed)
+        earlier = [e for ledger, ids in wanted for e in ledger.claim(ids, owner)]
+    return list({id(e): e for e in earlier}.values())
