@@ -44,7 +44,9 @@ def mix_words(words, position):
 
 
 @triton.jit
-def tile_digest(values, lane, unit_words, first_position, WORD_BYTES: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr):
+def tile_digest(
+    values, lane, unit_words, first_position, WORD_BYTES: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr
+):
     """Sum of mixed words of each page of a tile: [PAGES] uint64.
 
     ``values`` [PAGES, LANES] integers of WORD_BYTES, 0 in lanes past the unit; ``lane`` [LANES] int32, their index
@@ -107,5 +109,7 @@ def first_word(component: Component, box: Box) -> int:
     """Index of the box's first word within the component; a box that starts inside a word raises LayoutError."""
     start = 0 if component.per_page else box.token_start * component.heads * component.head_bytes
     if start % 8:
-        raise LayoutError(f"digest: expected a box that starts on a multiple of 8 bytes of {component.name!r}, got {start}")
+        raise LayoutError(
+            f"digest: expected a box that starts on a multiple of 8 bytes of {component.name!r}, got {start}"
+        )
     return start // 8

@@ -169,7 +169,9 @@ class Layout:
             layers = [(layer,) for layer in range(spec.num_layers)]
         else:
             raise LayoutError(f"tensors: expected 1 or one a layer ({spec.num_layers}), got {len(tensors)}")
-        return cls.from_parts(spec, (Part(t, axes, wanted, ls) for t, ls in zip(tensors, layers, strict=True)), name=name)
+        return cls.from_parts(
+            spec, (Part(t, axes, wanted, ls) for t, ls in zip(tensors, layers, strict=True)), name=name
+        )
 
     def select_layers(self, start: int, stop: int) -> Layout:
         """The same memory, layers ``start`` to ``stop - 1`` alone."""
@@ -287,7 +289,9 @@ def _parse(axes: str) -> list[list[str]]:
         raise LayoutError(f"axes {axes!r}: expected words of {AXES}, got {unknown or 'none'}")
     for word in ("layer", "kv", "page"):
         if words.count(word) > 1:
-            raise LayoutError(f"axes {axes!r}: {word!r} is given {words.count(word)} times; only token, head, dim split")
+            raise LayoutError(
+                f"axes {axes!r}: {word!r} is given {words.count(word)} times; only token, head, dim split"
+            )
     for word in ("page", "dim"):
         if word not in words:
             raise LayoutError(f"axes {axes!r}: expected a {word!r} axis")
@@ -364,13 +368,13 @@ def _members(spec: KVSpec, layer: int, names: Sequence[str], where: str) -> list
     by_name = {c.name: (i, c) for i, c in enumerate(spec.layers[layer])}
     unknown = [n for n in names if n not in by_name]
     if unknown or not names:
-        raise LayoutError(f"{where}: expected components of {sorted(by_name)} in layer {layer}, got {unknown or 'none'}")
+        raise LayoutError(
+            f"{where}: expected components of {sorted(by_name)} in layer {layer}, got {unknown or 'none'}"
+        )
     return [by_name[n] for n in names]
 
 
-def _extents(
-    groups: list[list[str]], shape: tuple[int, ...], totals: dict[str, int], where: str
-) -> list[list[int]]:
+def _extents(groups: list[list[str]], shape: tuple[int, ...], totals: dict[str, int], where: str) -> list[list[int]]:
     """The extent of every word of every group; raises where the text leaves one open or the shape disagrees."""
     known: dict[tuple[int, int], int] = {}
     spots = [(word, axis, i) for axis, g in enumerate(groups) for i, word in enumerate(g)]

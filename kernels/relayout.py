@@ -24,7 +24,13 @@ from kvtransfer.kernels.digest import tile_digest
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.table import CopyTable
 
-_FREE = ["src_shift", "dst_shift", "src_first", "dst_first", "num_pages"]  # never specialised: one binary for all values
+_FREE = [
+    "src_shift",
+    "dst_shift",
+    "src_first",
+    "dst_first",
+    "num_pages",
+]  # never specialised: one binary for all values
 _UNALIGNED = ["src_ids", "dst_ids", "status", "digests"]
 
 

@@ -129,7 +129,9 @@ class KVSpec:
             else:
                 groups.append((1, components))
         parts = [
-            f"{count}x[" + ",".join(f"{c.name}:{c.heads}x{c.head_bytes}{'/page' if c.per_page else ''}" for c in cs) + "]"
+            f"{count}x["
+            + ",".join(f"{c.name}:{c.heads}x{c.head_bytes}{'/page' if c.per_page else ''}" for c in cs)
+            + "]"
             for count, cs in groups
         ]
         return f"page={self.page_size};" + ";".join(parts)

@@ -58,7 +58,9 @@ def build_table(
     rows = []
     for e, nest in zip(geometry.entries, nests, strict=True):
         if e.unit_bytes // word >= 2**31:
-            raise LayoutError(f"layer {e.layer}: expected less than 2**31 words a page and component, got {e.unit_bytes} B")
+            raise LayoutError(
+                f"layer {e.layer}: expected less than 2**31 words a page and component, got {e.unit_bytes} B"
+            )
         row = [
             src_addresses[e.src_buffer] + e.src_offset,
             dst_addresses[e.dst_buffer] + e.dst_offset,

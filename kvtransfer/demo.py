@@ -66,7 +66,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     text = read_prompt(options.prompt_file)
     loaded = load_model(options.model, options.random_weights, device, console)
     prefix, rest = _tokens(loaded, text, options, device)
-    with torch.inference_mode():
+    with torch.no_grad():
         return _Demo(loaded, prefix, rest, options, device, console).run()
 
 

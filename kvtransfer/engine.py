@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvtransfer.device_copy import DeviceCopy, device_plan
 from kvtransfer.fifo import Delays, FifoStream
 from kvtransfer.handles import TransferHandle
+from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
@@ -28,8 +30,9 @@ from kvtransfer.pool import KVPool, Stream
 from kvtransfer.pump import Pump
 from kvtransfer.staging import StagingRing
 from kvtransfer.tiers.host import HostTier
-from kvtransfer.tiers.ledger import claim_all
-from kvtransfer.transfer import FlagSets, Ids, Transfer, Workshop
+from kvtransfer.tiers.ledger import PageLedger, claim_all
+from kvtransfer.transfer import Ids, Transfer
+from kvtransfer.workshop import FlagSets, Workshop
 
 DEFAULT_STAGING_BYTES = 192 << 20
 DEFAULT_CTAS = 4  # 4 CTAs of 1,024 threads read 51 GB/s of 55 beside a GEMM that keeps 95 % (H200)
@@ -107,7 +110,13 @@ class TransferEngine:
     # -- transfers --------------------------------------------------------------------------------
 
     def load(
-        self, slots: Any, pages: Any, *, layerwise: bool = False, path: str | None = None, deadline_s: float | None = None
+        self,
+        slots: Any,
+        pages: Any,
+        *,
+        layerwise: bool = False,
+        path: str | None = None,
+        deadline_s: float | None = None,
     ) -> TransferHandle:
         """Host ``slots`` into pool ``pages``, the i-th into the i-th. Returns once fenced, not once moved.
 
@@ -120,7 +129,13 @@ class TransferEngine:
         return self._begin("load", slots, pages, layerwise, path, deadline_s)
 
     def store(
-        self, pages: Any, slots: Any, *, layerwise: bool = False, path: str | None = None, deadline_s: float | None = None
+        self,
+        pages: Any,
+        slots: Any,
+        *,
+        layerwise: bool = False,
+        path: str | None = None,
+        deadline_s: float | None = None,
     ) -> TransferHandle:
         """Pool ``pages`` into host ``slots`` (distinct), the i-th into the i-th; arguments as in `load`.
 
@@ -129,9 +144,30 @@ class TransferEngine:
         """
         return self._begin("store", slots, pages, layerwise, path, deadline_s)
 
-    def plan(
-        self, direction: str, slots: Any, pages: Any, *, layerwise: bool = False, path: str | None = None
-    ) -> Plan:
+    def copy(
+        self, src_pages: Any, target: KVPool, dst_pages: Any, *, deadline_s: float | None = None
+    ) -> TransferHandle:
+        """Pages of this engine's pool into ``dst_pages`` (distinct) of ``target``, a pool of the same device and spec
+        (this one too, where no page is on both sides). Page ids on the CPU. Fenced against both pools' streams."""
+        require_same_content(self.pool.spec, target.spec)
+        if target.device != self.pool.device:
+            raise LayoutError(f"copy: expected a pool on {self.pool.device}, got {target.device}")
+        source = check.host_ids(src_pages, self.pool.num_pages, f"{self.pool.name} page", distinct=False)
+        into = check.host_ids(dst_pages, target.num_pages, f"{target.name} page", distinct=True)
+        if source.size != into.size:
+            raise LayoutError(f"copy: expected as many pages on both sides, got {source.size} and {into.size}")
+        if target is self.pool and np.intersect1d(source, into).size:
+            raise LayoutError("copy within a pool: expected pages that are on one side only")
+        handle = self._handle(device_plan(self.pool, target, source.size), deadline_s)
+        if source.size == 0:
+            handle.end(None, 0.0, np.empty(0, dtype=np.int64))
+            return handle
+        fences = self._fences(self.pool)[0] + (self._fences(target)[0] if target is not self.pool else [])
+        transfer = DeviceCopy(self._shop, handle, fences, source, target, into)
+        self._launch(transfer, [(self.pool.ledger, source), (target.ledger, into)], here=False)
+        return handle
+
+    def plan(self, direction: str, slots: Any, pages: Any, *, layerwise: bool = False, path: str | None = None) -> Plan:
         """What `load` ("load") or `store` ("store") of these ids would do, and why: ``plan.explain()``."""
         if direction not in ("load", "store"):
             raise ConfigError(f"direction: expected 'load' or 'store', got {direction!r}")
@@ -171,29 +207,38 @@ class TransferEngine:
     ) -> TransferHandle:
         slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
         plan = self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
-        deadline = self.deadline_s if deadline_s is None else deadline_s
-        handle = TransferHandle(next(self._numbers), plan, self.pool, deadline, self.observer)
-        self.observer.planned(handle.number, direction, plan.path, plan.pages, plan.total_bytes)
+        handle = self._handle(plan, deadline_s)
         if plan.pages == 0:
             handle.end(None, 0.0, np.empty(0, dtype=np.int64))
             return handle
         by_layer = layerwise and direction == "store"
-        fences, copied = self._fences(gpu_ids, nothing_yet=by_layer)
+        fences, copied = self._fences(self.pool, gpu_ids, nothing_yet=by_layer)
+        transfer = HostTransfer(self._shop, handle, fences, slot_ids, page_ids, copied)
+        transfer.by_caller = by_layer
+        if by_layer:
+            _LayerStore(transfer, self._shop)
+        claims = [(self.pool.ledger, page_ids), (self.host.ledger, slot_ids)]
+        self._launch(transfer, claims, here=layerwise and direction == "load")
+        return handle
+
+    def _handle(self, plan: Plan, deadline_s: float | None) -> TransferHandle:
+        deadline = self.deadline_s if deadline_s is None else deadline_s
+        handle = TransferHandle(next(self._numbers), plan, self.pool, deadline, self.observer)
+        self.observer.planned(handle.number, plan.direction, plan.path, plan.pages, plan.total_bytes)
+        return handle
+
+    def _launch(self, transfer: Transfer, claims: list[tuple[PageLedger, Ids | None]], *, here: bool) -> None:
+        """Claim, then submit: here, by the caller layer by layer, or on the engine's thread."""
         with self._order:
             if self._closed:
                 raise TransferError("the engine is closed")
-            transfer = Transfer(self._shop, handle, slot_ids, page_ids, copied, fences, [])
-            transfer.by_caller = by_layer
-            claims = [(self.pool.ledger, page_ids), (self.host.ledger, slot_ids)]
             transfer.earlier = [t for t in claim_all(claims, transfer) if isinstance(t, Transfer)]
-            if by_layer:
-                _LayerStore(transfer, self._shop)
+            if transfer.by_caller:
                 self._pump.watch(transfer)
-                return handle
-            behind = any(not t.handle.fully_submitted for t in transfer.earlier)
-            if not layerwise or behind or not self._submit_here(transfer):
+            elif here and all(t.handle.fully_submitted for t in transfer.earlier):
+                self._submit_here(transfer)
+            else:
                 self._pump.enqueue(transfer)
-        return handle
 
     def _check(self, direction: str, slots: Any, pages: Any) -> tuple[Ids, Ids | None, torch.Tensor | None]:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
@@ -206,14 +251,22 @@ class TransferEngine:
             gpu_ids = check.device_ids(pages, self.pool.device, f"{self.pool.name} page")
             count = gpu_ids.numel()
         else:
-            page_ids = check.host_ids(pages, self.pool.num_pages, f"{self.pool.name} page", distinct=direction == "load")
+            page_ids = check.host_ids(
+                pages, self.pool.num_pages, f"{self.pool.name} page", distinct=direction == "load"
+            )
             count = page_ids.size
         if count != slot_ids.size:
             raise LayoutError(f"{direction}: expected as many slots as pages, got {slot_ids.size} and {count}")
         return slot_ids, page_ids, gpu_ids if count else None
 
     def _plan(
-        self, direction: str, slots: Ids, pages: Ids | None, gpu_ids: torch.Tensor | None, layerwise: bool, path: str | None
+        self,
+        direction: str,
+        slots: Ids,
+        pages: Ids | None,
+        gpu_ids: torch.Tensor | None,
+        layerwise: bool,
+        path: str | None,
     ) -> Plan:
         facts = Facts(
             direction,
@@ -229,13 +282,13 @@ class TransferEngine:
         return make_plan(facts, path or self.path)
 
     def _fences(
-        self, gpu_ids: torch.Tensor | None, *, nothing_yet: bool
+        self, pool: KVPool, gpu_ids: torch.Tensor | None = None, *, nothing_yet: bool = False
     ) -> tuple[list[Event], torch.Tensor | None]:
-        """Events after all that the declared streams have been given so far, and the GPU's ids copied in the
-        caller's stream order, so that the caller may change its tensor at once. ``nothing_yet``: a layer-wise
-        store is fenced layer by layer instead."""
+        """Events after all that the pool's streams have been given so far, and the GPU's ids copied in the caller's
+        stream order, so that the caller may change its tensor at once. ``nothing_yet``: a layer-wise store is
+        fenced layer by layer instead."""
         copied = None
-        streams: list[Stream] = [] if nothing_yet else list(self.pool.streams)
+        streams: list[Stream] = [] if nothing_yet else list(pool.streams)
         if not self._shop.on_gpu:
             return [s.record() for s in streams if isinstance(s, FifoStream)], None
         current = torch.cuda.current_stream(self.pool.device)
@@ -246,12 +299,12 @@ class TransferEngine:
                 )
             if gpu_ids is not None:
                 copied = gpu_ids.clone()
-                if not self.pool.declares(current):
+                if not pool.declares(current):
                     streams.append(current)
             return [_event(s) for s in streams], copied
 
-    def _submit_here(self, transfer: Transfer) -> bool:
-        """Submit a layer-wise load on the caller's thread. False where the engine's thread must do it."""
+    def _submit_here(self, transfer: Transfer) -> None:
+        """Submit a layer-wise load on the caller's thread."""
         with self._shop.lock:
             try:
                 transfer.start()
@@ -262,7 +315,6 @@ class TransferEngine:
             finally:
                 transfer.finish()
         self._pump.watch(transfer)
-        return True
 
     def _load_kernels(self) -> None:
         """Compile and load every kernel that the pool's layout needs, by empty launches: a module that is loaded
@@ -335,4 +387,3 @@ def _event(stream: Stream) -> Event:
     event = torch.cuda.Event()
     event.record(stream)
     return event
-

@@ -117,6 +117,10 @@ class TransferHandle:
         return self.plan.total_bytes
 
     @property
+    def num_layers(self) -> int:
+        return len(self._layer_event)
+
+    @property
     def seconds(self) -> float:
         """Time from the first copy to the last; 0 until the transfer has ended."""
         return self._seconds
@@ -172,7 +176,7 @@ class TransferHandle:
 
     def pages_done(self) -> NDArray[np.bool_]:
         """For each page of the call, whether all of it has landed. Never waits. Not yet verified: see `verdict`."""
-        return self.states() == PageState.DONE
+        return np.asarray(self.states() == PageState.DONE)
 
     def states(self) -> NDArray[np.int8]:
         """`PageState` of each page, as far as known now; final once `done`. Never waits."""
@@ -311,7 +315,11 @@ class TransferHandle:
             if stream is not None:
                 self._pool.require_declared(stream)
             return stream
-        stream = torch.cuda.current_stream(self._pool.device) if stream is None else stream
+        if stream is None:
+            stream = torch.cuda.current_stream(self._pool.device)
+        if isinstance(stream, FifoStream):
+            self._pool.require_declared(stream)
+            return stream
         with torch.cuda.stream(stream):
             capturing = torch.cuda.is_current_stream_capturing()
         if capturing:

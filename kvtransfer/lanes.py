@@ -49,7 +49,7 @@ class RelayoutTask:
     dst_ids: torch.Tensor | None
     first: int
     count: int
-    packed: Callable[[], torch.Tensor]  # uint8 [count, bytes of the box]: the page-first side's bytes, when run
+    packed: Callable[[], torch.Tensor] | None  # CPU digests: uint8 [count, bytes of the box], page-first, when run
     src_shift: int = 0
     dst_shift: int = 0
     digests: torch.Tensor | None = None
@@ -122,9 +122,7 @@ class CudaLanes:
         """Copy-engine batch (`kvtransfer.dma.Copier.batch`)."""
         self.copier.batch(dst, src, sizes, self.streams[lane].cuda_stream, any_order=any_order)
 
-    def copy_2d(
-        self, lane: str, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
-    ) -> None:
+    def copy_2d(self, lane: str, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int) -> None:
         """Strided copy (`kvtransfer.dma.Copier.copy_2d`)."""
         self.copier.copy_2d(dst, dst_pitch, src, src_pitch, width, height, self.streams[lane].cuda_stream)
 
@@ -173,9 +171,7 @@ class CpuLanes:
     def batch(self, lane: str, dst: U64, src: U64, sizes: U64, *, any_order: bool) -> None:
         self._put(lane, lambda: self.copier.batch(dst, src, sizes, 0, any_order=any_order))
 
-    def copy_2d(
-        self, lane: str, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
-    ) -> None:
+    def copy_2d(self, lane: str, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int) -> None:
         self._put(lane, lambda: self.copier.copy_2d(dst, dst_pitch, src, src_pitch, width, height, 0))
 
     def relayout(self, lane: str, task: RelayoutTask) -> None:
@@ -216,5 +212,7 @@ def run_on_cpu(task: RelayoutTask) -> None:
         )
     if task.digests is None:
         return
+    if task.packed is None:
+        raise TransferError("digests on the CPU: expected a way to the page-first bytes")
     sums = box_digests(task.packed().numpy(), task.spec, task.geometry.box)
     task.digests[part] += torch.from_numpy(sums.view(np.int64))

@@ -257,4 +257,3 @@ def runs_of(a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[tuple[int, i
     breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     return list(zip(starts.tolist(), np.diff(np.append(starts, a.size)).tolist(), strict=True))
-

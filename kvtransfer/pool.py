@@ -34,7 +34,12 @@ class KVPool:
     """
 
     def __init__(
-        self, layout: Layout, buffers: Sequence[torch.Tensor], *, streams: Sequence[Stream] | None = None, name: str = "pool"
+        self,
+        layout: Layout,
+        buffers: Sequence[torch.Tensor],
+        *,
+        streams: Sequence[Stream] | None = None,
+        name: str = "pool",
     ) -> None:
         if len(buffers) != len(layout.buffer_bytes):
             raise LayoutError(f"buffers: expected {len(layout.buffer_bytes)} for {layout.name}, got {len(buffers)}")

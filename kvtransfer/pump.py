@@ -16,7 +16,8 @@ import torch
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.lanes import as_transfer_error
-from kvtransfer.transfer import Transfer, Workshop
+from kvtransfer.transfer import Transfer
+from kvtransfer.workshop import Workshop
 
 SHORTEST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.001  # a 64 MiB chunk takes 1.2 ms at 55 GB/s, and the ring holds three
@@ -148,7 +149,9 @@ class Pump:
             if final is not None and not final.query():
                 if handle.expired() and not transfer.late:
                     transfer.late = True
-                    handle.fail(DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle)))
+                    handle.fail(
+                        DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle))
+                    )
                     with self._shop.lock:
                         transfer.force_flags()
                 continue
@@ -179,4 +182,3 @@ class Pump:
 def _left(handle: TransferHandle) -> list[int]:
     done = handle.pages_done()
     return [i for i, ok in enumerate(done.tolist()) if not ok]
-

@@ -117,7 +117,7 @@ def test_too_big_is_refused_before_anything_is_mapped() -> None:
     with pytest.raises(CapacityError, match=r"wanted 1\.25 MiB .* largest size that fits is"):
         HostTier(SMALL, capacity_pages=160, limits=limits)
     with pytest.raises(CapacityError, match="anonymous memory, got"):
-        HostTier(SMALL, capacity_pages=1 << 46, limits=MemoryLimits((Budget("memory", 1 << 60),)))
+        HostTier(SMALL, capacity_pages=1 << 35, limits=MemoryLimits((Budget("memory", 1 << 60),)))
     with pytest.raises(CapacityError, match="at least one slot"):
         HostTier(SMALL, capacity_bytes=8191)
     for wrong in ({"capacity_pages": 0}, {"capacity_pages": 1, "capacity_bytes": 9999}, {"threads": 0}):

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.kernels.errors import CapacityError, ConfigError, CudaError, TierError
+from kvtransfer.kernels.errors import CapacityError, ConfigError, CudaError, RecordError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers import memory
 from kvtransfer.tiers.host import HostTier
+from kvtransfer.tiers.keys import Shard
 from kvtransfer.tiers.memory import Mapping, parse_cpulist, pci_numa_node
-from kvtransfer.tiers.pinning import plan_chunks
+from kvtransfer.tiers.pinning import CudaRegistrar, _loaded_library, plan_chunks
+from kvtransfer.tiers.record import RecordHeader
 from kvtransfer.tiers.sizing import Budget, MemoryLimits
 
 SPEC = KVSpec.attention(num_layers=3, page_size=5, kv_heads=3, head_dim=67, itemsize=2)  # slots of 12,288 bytes
@@ -34,28 +41,34 @@ ROOT = Path(__file__).resolve().parent.parent
 class FakeRuntime:
     """Registers ranges the way CUDA does: overlaps are errors, unregistering needs the exact address.
 
-    ``fail_at`` names the call to `register` that fails; ``gate`` is waited for before each call from the
-    second on; ``shifts`` are what the device adds, by registration.
+    ``fail_at`` names the call to `register` that fails; ``gate`` is waited for from call ``gate_at`` on;
+    ``shifts`` are what the device adds, by registration.
     """
 
-    def __init__(self, fail_at: int = -1, gate: threading.Event | None = None, shifts: tuple[int, ...] = (0,)) -> None:
+    def __init__(
+        self,
+        fail_at: int = -1,
+        gate: threading.Event | None = None,
+        gate_at: int = 2,
+        shifts: tuple[int, ...] = (0,),
+    ) -> None:
         self.needs_memlock = False
         self.calls: list[tuple[str, int, int]] = []
         self.live: dict[int, int] = {}
-        self.fail_at, self.gate, self.shifts = fail_at, gate, shifts
+        self.fail_at, self.gate, self.gate_at, self.shifts = fail_at, gate, gate_at, shifts
         self.fail_unregister: set[int] = set()
         self.count = 0
 
     def register(self, address: int, nbytes: int) -> None:
         number, self.count = self.count, self.count + 1
-        if self.gate is not None and number >= 2:
+        if self.gate is not None and number >= self.gate_at:
             assert self.gate.wait(10)
         if number == self.fail_at:
             raise CudaError("cudaHostRegister: expected success, got error 2: out of memory", 2)
         for start, length in self.live.items():
             if address < start + length and start < address + nbytes:
                 raise CudaError("expected success, got error 712: already registered", 712)
-        np.frombuffer((memory.ctypes.c_uint8 * 1).from_address(address), np.uint8)  # mapped, or this dies
+        ctypes.string_at(address, 1)  # mapped, or this dies
         self.live[address] = nbytes
         self.calls.append(("register", address, nbytes))
 
@@ -92,7 +105,7 @@ def test_chunks_end_between_slots(slots: int, stride: int, chunk: int, align: in
     for c in chunks:
         assert c.nbytes == (c.stop - c.first) * stride and c.offset == offset + c.first * stride
         assert c.offset % align == 0 and c.nbytes <= max(chunk, rows * stride)
-    for a, b in zip(chunks, chunks[1:], strict=False):
+    for a, b in itertools.pairwise(chunks):
         assert a.stop == b.first and a.offset + a.nbytes == b.offset
         assert a.nbytes + rows * stride > chunk  # as long as the limit allows
 
@@ -119,7 +132,7 @@ def test_registered_in_chunks_and_released_in_reverse() -> None:
         ("register", start + 3 * SLOT, 3 * SLOT),
         ("register", start + 6 * SLOT, SLOT),
     ]
-    assert tier.chunk_slots.tolist() == [3, 6]
+    assert tier.chunk_slots.tolist() == [3, 6] and tier.trailer_chunk_slots.tolist() == []
     tier.close()
     assert runtime.calls[4:] == [("unregister", a, n) for _, a, n in reversed(runtime.calls[:4])]
     tier.close()
@@ -181,6 +194,49 @@ def test_device_shift() -> None:
         tier.device_shift()
 
 
+def test_cuda_calls_are_checked_and_their_errors_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ctypes side of `CudaRegistrar`, against a library that records what it is given."""
+
+    class Library:
+        def __init__(self) -> None:
+            self.calls: list[tuple[Any, ...]] = []
+            self.code = 0
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*arguments: Any) -> Any:
+                self.calls.append((name, *(getattr(a, "value", a) for a in arguments)))
+                if name == "cudaGetErrorString":
+                    return b"already registered"
+                if name == "cudaHostGetDevicePointer":
+                    arguments[0]._obj.value = 1 << 45
+                return self.code
+
+            return call
+
+    library = Library()
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    registrar = CudaRegistrar.__new__(CudaRegistrar)
+    registrar.device, registrar._runtime = torch.device("cuda:0"), library  # type: ignore[assignment]
+    registrar.register(1 << 46, 5 << 32)
+    registrar.unregister(1 << 46)
+    assert registrar.device_address(1 << 46) == 1 << 45
+    assert library.calls[:2] == [("cudaHostRegister", 1 << 46, 5 << 32, 3), ("cudaHostUnregister", 1 << 46)]
+    library.calls.clear()
+    library.code = 712
+    with pytest.raises(
+        CudaError, match=r"cudaHostRegister\(0x1000, 4096 bytes\): .* 712: already registered"
+    ) as caught:
+        registrar.register(4096, 4096)
+    assert caught.value.code == 712
+    assert [name for name, *_ in library.calls] == ["cudaHostRegister", "cudaGetLastError", "cudaGetErrorString"]
+
+
+def test_finding_a_loaded_library() -> None:
+    assert "/libc.so" in _loaded_library("libc.so")
+    with pytest.raises(ConfigError, match=r"expected libnothing\.so among the loaded libraries"):
+        _loaded_library("libnothing.so")
+
+
 def test_memlock_counts_where_the_registrar_says_so() -> None:
     limits = MemoryLimits((Budget("memory", 1 << 40),), memlock_bytes=64 << 10)
     runtime = FakeRuntime()
@@ -237,17 +293,17 @@ def test_background_failure_that_nobody_saw_is_raised_by_close() -> None:
 
 def test_close_stops_growth() -> None:
     gate = threading.Event()
-    runtime = FakeRuntime(gate=gate)
+    runtime = FakeRuntime(gate=gate, gate_at=12)  # ten chunks of trailers, two of payload
     tier = host(30, registrar=runtime, chunk_bytes=SLOT, background=True)
-    tier.wait_ready(10, slots=1)
+    assert tier.wait_ready(10, slots=2)
     closer = threading.Thread(target=tier.close)
     closer.start()
     while not tier._slab._stop:
-        pass
+        time.sleep(0.001)
     gate.set()
     closer.join(10)
     assert not closer.is_alive() and not runtime.live
-    assert runtime.count < 10
+    assert runtime.count <= 14
     with pytest.raises(TierError, match="closed while waiting"):
         tier.wait_ready(1)
 
@@ -382,7 +438,7 @@ def test_two_processes_share_one_slab() -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == "ready\n"
         assert tier.payload[4 * SLOT :].eq(42).all()
-        with pytest.raises(Exception, match="payload checksum"):
+        with pytest.raises(RecordError, match="payload checksum"):
             tier.verify(4)  # sealed with the checksum of slot 2
         assert tier.header(4).stored_key == header.stored_key
         child.communicate("\n", timeout=30)
@@ -390,10 +446,7 @@ def test_two_processes_share_one_slab() -> None:
         assert tier.verify(2).tokens == header.tokens
 
 
-def sample_header() -> Any:
-    from kvtransfer.tiers.keys import Shard
-    from kvtransfer.tiers.record import RecordHeader
-
+def sample_header() -> RecordHeader:
     return RecordHeader(b"k" * 32, b"n" * 32, Shard.whole(SPEC), "page_first", SPEC.page_bytes, tokens=b"1234" * 5)
 
 

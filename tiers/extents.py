@@ -46,7 +46,8 @@ class Extents:
         self._taken = np.zeros(count, dtype=np.bool_)
         self._length: dict[int, int] = {}  # first slot of a free run -> its length
         self._start: dict[int, int] = {}  # slot behind a free run -> its first slot
-        self._by_length: dict[int, set[int]] = {}  # length -> first slots
+        self._by_length: dict[int, list[int]] = {}  # length -> first slots, in no order
+        self._at: dict[int, int] = {}  # first slot of a free run -> its position in that list
         self._lengths: list[int] = []  # the keys of _by_length, sorted
         self.grow(count if ready is None else ready)
 
@@ -79,7 +80,7 @@ class Extents:
             filled = self._take(after + 1, n, slots, 0)
         while filled < n:
             at = bisect_left(self._lengths, n - filled)
-            start = next(iter(self._by_length[self._lengths[min(at, len(self._lengths) - 1)]]))
+            start = self._by_length[self._lengths[min(at, len(self._lengths) - 1)]][-1]
             filled += self._take(start, n - filled, slots, filled)
         self._taken[slots] = True
         self.free_slots -= n
@@ -158,16 +159,19 @@ class Extents:
         self._start[start + length] = start
         group = self._by_length.get(length)
         if group is None:
-            self._by_length[length] = {start}
+            group = self._by_length[length] = []
             insort(self._lengths, length)
-        else:
-            group.add(start)
+        self._at[start] = len(group)
+        group.append(start)
 
     def _drop(self, start: int, length: int) -> None:
         del self._length[start]
         del self._start[start + length]
-        group = self._by_length[length]
-        group.remove(start)
+        group, at = self._by_length[length], self._at.pop(start)
+        last = group.pop()
+        if last != start:  # the last one takes its place: constant time, where a set would be searched
+            group[at] = last
+            self._at[last] = at
         if not group:
             del self._by_length[length]
             del self._lengths[bisect_left(self._lengths, length)]

@@ -67,8 +67,8 @@ class HostTier:
         pinned, pin_reason, numa_node: whether it is registered, why (not), and the node asked for.
         layout: page-first over `payload`, one page a slot.
         ledger: which slots are under a transfer.
-        chunk_slots: int64 array, the first slot of each registered chunk but the first. One copy must not reach
-            across such a boundary: runs of neighbours are cut there.
+        chunk_slots, trailer_chunk_slots: int64 arrays, the first slot of each registered chunk of that region
+            but its first. One copy must not reach across such a boundary: runs of neighbours are cut there.
 
     A forked child does not have the memory (MADV_DONTFORK): touching a view there ends the child.
     Raises ConfigError on arguments that don't fit, CapacityError where memory does not suffice, CudaError
@@ -187,7 +187,7 @@ class HostTier:
         self._slab = slab
         self.num_slots = slab.num_slots
         self.address = slab.address
-        self.chunk_slots = slab.chunk_slots
+        self.chunk_slots, self.trailer_chunk_slots = slab.chunk_slots, slab.trailer_chunk_slots
         self.layout = Layout.page_first(self.spec, slab.num_slots, page_stride_bytes=self.slot_bytes)
         self.ledger = PageLedger(slab.num_slots, "host slot")
         self._extents = Extents(slab.num_slots, 0, "host slot")

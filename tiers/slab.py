@@ -38,7 +38,8 @@ class Slab:
         payload: uint8 tensor ``[num_slots * slot_bytes]``. trailers: uint8 ``[num_slots, trailer_bytes]``. Both
             are None once closed. address: of the first payload byte (the device's: plus `device_shift`).
         ready_slots: slots that are touched and registered; it only grows.
-        chunk_slots: int64, the first slot of every registered chunk but the first: no copy may cross one.
+        chunk_slots, trailer_chunk_slots: int64, the first slot of every registered chunk of that region but its
+            first: no copy may cross one.
 
     Raises CapacityError where the system has no room, CudaError where pinning fails: all is undone then.
     """
@@ -78,6 +79,7 @@ class Slab:
         payload = plan_chunks(num_slots, slot_bytes, step_bytes)
         trailers = plan_chunks(num_slots, trailer_bytes, chunk_bytes, offset=trailers_at)
         self.chunk_slots: NDArray[np.int64] = np.array([c.first for c in payload[1:]], dtype=np.int64)
+        self.trailer_chunk_slots: NDArray[np.int64] = np.array([c.first for c in trailers[1:]], dtype=np.int64)
 
         nbytes = trailers_at + num_slots * trailer_bytes
         if fd is None:

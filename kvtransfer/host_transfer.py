@@ -1,0 +1,304 @@
+"""HostTransfer: pages between a device pool and host slots, by the paths staged, strided, mapped and cpu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvtransfer.descriptors import descriptors
+from kvtransfer.dma import merge_runs
+from kvtransfer.handles import LayerFlags, PageState, TransferHandle, Verdict
+from kvtransfer.kernels import check, mapped
+from kvtransfer.kernels.coalesce import Geometry
+from kvtransfer.kernels.errors import LayoutError
+from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask
+from kvtransfer.plan import Chunk, runs_of
+from kvtransfer.transfer import Ids, Transfer
+from kvtransfer.workshop import Workshop
+
+STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 8 descriptors' worth of CPU
+
+
+class HostTransfer(Transfer):
+    """A load or a store. ``pages`` is None where the pool's page ids are on the GPU (``gpu_pages``)."""
+
+    def __init__(
+        self,
+        shop: Workshop,
+        handle: TransferHandle,
+        fences: Sequence[Event],
+        slots: Ids,
+        pages: Ids | None,
+        gpu_pages: torch.Tensor | None,
+    ) -> None:
+        super().__init__(shop, handle, fences, (shop.pool.ledger, shop.host.ledger))
+        self.slots, self.pages, self.gpu_pages = slots, pages, gpu_pages
+        self.load = self.plan.direction == "load"
+        self.copy_lane, self.kernel_lane = ("copy_in", "scatter") if self.load else ("copy_out", "gather")
+        self.last_lane = "scatter" if self.load else "copy_out"
+        self._ids: torch.Tensor | None = None
+        self._slot_ids: torch.Tensor | None = None
+        self._digests: torch.Tensor | None = None
+        self._digests_back: torch.Tensor | None = None
+        self._checked: Event | None = None
+        self._flags: tuple[torch.Tensor, int] | None = None
+
+    def ready(self) -> bool:
+        if not self.started:
+            return super().ready()
+        if self._checked is not None and not self._checked.query():
+            return False
+        return self.plan.path != "staged" or self.shop.ring is None or self.shop.ring.next_is_free()
+
+    def touches_pool(self, lane: str) -> bool:
+        return lane == self.kernel_lane or self.plan.path in ("strided", "cpu")
+
+    def first_lane(self) -> str:
+        return self.copy_lane if self.load and self.plan.path != "mapped" else self.kernel_lane
+
+    def prepare(self) -> None:
+        lanes, pages, layers = self.shop.lanes, self.plan.pages, self.spec.num_layers
+        if isinstance(lanes, CpuLanes):
+            assert self.pages is not None
+            self._ids = torch.from_numpy(self.pages)
+            if self.shop.verify:
+                self._digests = self._digests_back = torch.zeros(pages, layers, dtype=torch.int64)
+            return
+        with lanes.on(self.kernel_lane):
+            self._ids = self.upload(self.pages) if self.pages is not None else self.gpu_pages
+            if self.plan.path == "mapped":
+                self._slot_ids = self.upload(self.slots)
+            if self.shop.verify:
+                self._digests = torch.zeros(pages, layers, dtype=torch.int64, device=lanes.device)
+            if self.gpu_pages is not None:
+                self.check_on_gpu(self.gpu_pages, self.shop.pool.num_pages)
+                if not self.load:
+                    # A copy out of the ring can't be gated on the GPU: its ids must be known good before.
+                    assert self._status is not None
+                    self._status_back = self.fetch(self._status)
+                    self._checked = lanes.record(self.kernel_lane)
+
+    def next_chunk(self) -> None:
+        if self._checked is not None:
+            assert self._status_back is not None
+            self._checked = None
+            message = check.explain_status(self._status_back.tolist(), self.shop.pool.num_pages, self.id_name)
+            if message:
+                raise LayoutError(message)
+        super().next_chunk()
+
+    def move(self, chunk: Chunk) -> Event:
+        paths = {"staged": self._staged, "strided": self._strided, "mapped": self._mapped, "cpu": self._cpu}
+        return paths[self.plan.path](chunk)
+
+    def fetch_results(self) -> None:
+        if self._digests is not None:
+            self._digests_back = self.fetch(self._digests)
+
+    def settle(self, whole: bool) -> Verdict | None:
+        if self._flags is not None and self.shop.flags is not None:
+            self.shop.flags.give(*self._flags)
+        if whole:
+            return self._compare()
+        if not self.load:
+            touched = np.asarray(self.handle.states() != PageState.UNTOUCHED)
+            self.shop.host.digests[self.slots[touched]] = 0  # what these slots hold now was never verified
+        return None
+
+    def force_flags(self) -> None:
+        """Raise the layer flags of a mapped load; the set is not used again."""
+        lanes = self.shop.lanes
+        if self._flags is None or not isinstance(lanes, CudaLanes) or not lanes.copier.supports_flags:
+            return
+        flags, target = self._flags
+        self._flags = None
+        for layer in range(flags.numel()):
+            address = flags.data_ptr() + 4 * layer
+            lanes.copier.write_value(lanes.streams["copy_in"].cuda_stream, address, target & 0xFFFFFFFF)
+        self.handle.keep.append(flags)
+
+    # -- paths ------------------------------------------------------------------------------------
+
+    def _staged(self, chunk: Chunk) -> Event:
+        shop, lanes, ring = self.shop, self.shop.lanes, self.shop.ring
+        assert ring is not None
+        slot = ring.take()
+        done: Event | None = None
+        try:
+            first = self.copy_lane if self.load else self.kernel_lane
+            if slot.free is not None:
+                lanes.wait(first, slot.free)
+            if self.load:
+                self._ring_copy(chunk, slot.address)
+                lanes.wait("scatter", lanes.record("copy_in"))
+                self._ring_relayout(chunk, slot.memory, "ring>pool")
+                done = lanes.record("scatter")
+            else:
+                self._ring_relayout(chunk, slot.memory, "pool>ring")
+                lanes.wait("copy_out", lanes.record("gather"))
+                self._ring_copy(chunk, slot.address)
+                done = lanes.record("copy_out")
+        finally:
+            if done is None:  # a call failed half-way: whatever was enqueued must be through before the slot is re-used
+                done = lanes.record("scatter" if self.load else "copy_out")
+            ring.give(slot, done)
+        self.tell("copy", chunk)
+        self.tell("scatter" if self.load else "gather", chunk)
+        return done
+
+    def _ring_copy(self, chunk: Chunk, ring_address: int) -> None:
+        geometry, _ = self.shop.geometry("host>ring" if self.load else "ring>host", chunk.box, build=False)
+        slots = self.slots[chunk.first : chunk.first + chunk.count]
+        here = np.arange(chunk.count, dtype=np.int64)
+        host = [self.shop.host_address]
+        if self.load:
+            dst, src, sizes = descriptors(geometry, host, [ring_address], slots, here)
+        else:
+            dst, src, sizes = descriptors(geometry, [ring_address], host, here, slots)
+        dst, src, sizes = merge_runs(dst, src, sizes, self.shop.boundaries)
+        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=self.load and not self.earlier)
+
+    def _ring_relayout(self, chunk: Chunk, memory: torch.Tensor, kind: str) -> None:
+        geometry, table = self.shop.geometry(kind, chunk.box)
+        nbytes, address = geometry.page_bytes, memory.data_ptr()
+        out = kind == "pool>ring"
+        task = RelayoutTask(
+            self.spec, geometry, table,
+            src=self.shop.pool.buffers if out else [memory],
+            dst=[memory] if out else self.shop.pool.buffers,
+            src_ids=self._ids if out else None,
+            dst_ids=None if out else self._ids,
+            first=chunk.first, count=chunk.count,
+            packed=lambda: memory[: chunk.count * nbytes].view(chunk.count, nbytes),
+            src_shift=0 if out else address, dst_shift=address if out else 0,
+            digests=self._digests, status=self._status,
+        )  # fmt: skip
+        self.shop.lanes.relayout(self.kernel_lane, task)
+
+    def _strided(self, chunk: Chunk) -> Event:
+        """Copy engine straight between pool and host; a kernel only reads along for the digests."""
+        lanes = self.shop.lanes
+        if not self.load:
+            self._digest_pool(chunk)
+            lanes.wait("copy_out", lanes.record("gather"))
+        geometry, _ = self.shop.geometry("host>pool" if self.load else "pool>host", chunk.box, build=False)
+        part = slice(chunk.first, chunk.first + chunk.count)
+        assert self.pages is not None
+        src_ids, dst_ids = (self.slots[part], self.pages[part]) if self.load else (self.pages[part], self.slots[part])
+        pool, host = [b.data_ptr() for b in self.shop.pool.buffers], [self.shop.host_address]
+        src_bases, dst_bases = (host, pool) if self.load else (pool, host)
+        self._copy_runs(geometry, src_bases, dst_bases, src_ids, dst_ids)
+        if self.load:
+            lanes.wait("scatter", lanes.record("copy_in"))
+            self._digest_pool(chunk)
+        self.tell("strided", chunk)
+        return lanes.record(self.last_lane)
+
+    def _copy_runs(self, geometry: Geometry, src: list[int], dst: list[int], src_ids: Ids, dst_ids: Ids) -> None:
+        merged = geometry.merged()
+        alone = np.zeros(src_ids.size, dtype=bool)
+        plain = all(not e.loops for e in merged)
+        for first, length in runs_of(src_ids, dst_ids):
+            if length < STRIDED_RUN_PAGES or not plain or self._crosses(first, length):
+                alone[first : first + length] = True
+                continue
+            for e in merged:
+                self.shop.lanes.copy_2d(
+                    self.copy_lane,
+                    dst[e.dst_buffer] + e.dst_offset + int(dst_ids[first]) * e.dst_page_stride, e.dst_page_stride,
+                    src[e.src_buffer] + e.src_offset + int(src_ids[first]) * e.src_page_stride, e.src_page_stride,
+                    e.piece_bytes, length,
+                )  # fmt: skip
+        if alone.any():
+            d, s, sizes = descriptors(geometry, src, dst, src_ids[alone], dst_ids[alone])
+            d, s, sizes = merge_runs(d, s, sizes, self.shop.boundaries)
+            self.shop.lanes.batch(self.copy_lane, d, s, sizes, any_order=False)
+
+    def _crosses(self, first: int, length: int) -> bool:
+        """Whether a run of slots lies in two registrations of the slab: one call must not span them."""
+        cuts, start = self.shop.host.chunk_slots, int(self.slots[first])
+        return bool(np.searchsorted(cuts, start, "right") != np.searchsorted(cuts, start + length - 1, "right"))
+
+    def _digest_pool(self, chunk: Chunk) -> None:
+        if self._digests is None:
+            return
+        geometry, table = self.shop.geometry("pool>ring", chunk.box)
+        task = RelayoutTask(
+            self.spec, geometry, table, self.shop.pool.buffers, (), self._ids, None, chunk.first, chunk.count,
+            packed=None, digests=self._digests, status=self._status, store=False,
+        )  # fmt: skip
+        self.shop.lanes.relayout(self.kernel_lane, task)
+
+    def _mapped(self, chunk: Chunk) -> Event:
+        lanes, flag_sets = self.shop.lanes, self.shop.flags
+        assert isinstance(lanes, CudaLanes) and flag_sets is not None
+        _, table = self.shop.geometry("host>pool" if self.load else "pool>host", chunk.box)
+        assert table is not None
+        with lanes.on(self.kernel_lane):
+            flags, held = flag_sets.take()
+            target = held + self.shop.ctas
+            self._flags = (flags, target)
+            mapped.mapped_copy(
+                table, chunk.count, flags, self.shop.ctas,
+                src_ids=self._slot_ids if self.load else self._ids,
+                dst_ids=self._ids if self.load else self._slot_ids,
+                src_first=chunk.first, dst_first=chunk.first,
+                status=self._status, digests=self._digests,
+            )  # fmt: skip
+        self.tell("mapped", chunk)
+        if self.load and lanes.copier.supports_flags:
+            self.handle.flags_submitted(LayerFlags(lanes.copier, flags.data_ptr(), target & 0xFFFFFFFF, flags))
+        return lanes.record(self.kernel_lane)
+
+    def _cpu(self, chunk: Chunk) -> Event:
+        shop, box = self.shop, chunk.box
+        kind = "host>pool" if self.load else "pool>host"
+        geometry, _ = shop.geometry(kind, box)
+        part = slice(chunk.first, chunk.first + chunk.count)
+        slots = torch.from_numpy(self.slots)
+        offsets = self.spec.layer_offsets
+        rows = shop.host.payload.view(-1, shop.host.slot_bytes)
+
+        def packed() -> torch.Tensor:
+            return rows[slots[part], offsets[box.layer_start] : offsets[box.layer_stop]]
+
+        host = [shop.host.payload]
+        task = RelayoutTask(
+            self.spec, geometry, None,
+            src=host if self.load else shop.pool.buffers,
+            dst=shop.pool.buffers if self.load else host,
+            src_ids=slots if self.load else self._ids,
+            dst_ids=self._ids if self.load else slots,
+            first=chunk.first, count=chunk.count, packed=packed, digests=self._digests,
+        )  # fmt: skip
+        shop.lanes.relayout(self.copy_lane, task)
+        self.tell("relayout", chunk)
+        return shop.lanes.record(self.copy_lane)
+
+    # -- small parts ------------------------------------------------------------------------------
+
+    def _compare(self) -> Verdict:
+        """Compare a load's digests with the slots' own; keep a store's with its slots. Set aside what differs."""
+        host = self.shop.host
+        if self._digests_back is None:
+            if not self.load:
+                host.digests[self.slots] = 0
+            return Verdict(True, unverified_pages=tuple(range(self.plan.pages)))
+        got = self._digests_back.numpy().view(np.uint64)
+        if not self.load:
+            host.digests[self.slots] = got
+            return Verdict(True)
+        want = host.digests[self.slots]
+        known = np.asarray(want.any(axis=1))
+        differs = np.asarray((got != want) & known[:, None])
+        bad = np.flatnonzero(differs.any(axis=1))
+        if bad.size:
+            self.shop.observer.noted("pages set aside", slots=self.slots[bad].tolist())
+        return Verdict(
+            not bad.size,
+            tuple(bad.tolist()),
+            tuple((int(p), int(layer)) for p, layer in zip(*np.nonzero(differs), strict=True)),
+            tuple(np.flatnonzero(~known).tolist()),
+        )
