@@ -35,14 +35,19 @@ def host_ids(ids: Any, limit: int, what: str, *, distinct: bool) -> Ids:
     if isinstance(ids, torch.Tensor):
         if ids.device.type != "cpu":
             raise LayoutError(f"{what} ids: expected CPU ids here, got a tensor on {ids.device}")
+        if ids.numel() and (ids.is_floating_point() or ids.is_complex()):  # some of them numpy can't even show
+            raise LayoutError(f"{what} ids: expected one axis of integers, got shape {tuple(ids.shape)} of {ids.dtype}")
         raw = ids.detach().numpy()
     elif isinstance(ids, (int, np.integer)) and not isinstance(ids, bool):
         raw = np.asarray([ids])
     elif isinstance(ids, (np.ndarray, Sequence, range)) and not isinstance(ids, (str, bytes)):
-        raw = np.asarray(ids)
+        try:
+            raw = np.asarray(ids)
+        except ValueError as error:
+            raise LayoutError(f"{what} ids: expected one axis of integers, got a ragged sequence") from error
     else:
         raise LayoutError(f"{what} ids: expected integers, a numpy array or a tensor, got {type(ids).__name__}")
-    if raw.size == 0:
+    if raw.shape == (0,):
         return np.empty(0, dtype=np.int64)
     if raw.ndim != 1 or raw.dtype.kind not in "iu":
         raise LayoutError(f"{what} ids: expected one axis of integers, got shape {raw.shape} of {raw.dtype}")

@@ -111,6 +111,7 @@ class Geometry:
                 divisor = math.gcd(divisor, src, dst)
         return divisor
 
+    @cached_property
     def merged(self) -> tuple[Entry, ...]:
         """Entries that continue each other on both sides joined, where they are one piece each.
 
@@ -142,7 +143,7 @@ def coalesce(spec: KVSpec, src: Side, dst: Side, box: Box, *, order: str) -> Geo
 
     ``order`` ("src" or "dst") names the side that is visited upwards; give the page-first side, then the
     loops run in canonical order, which digests need. Raises LayoutError where the splits of an axis on
-    both sides do not nest, or where the box is outside the spec.
+    both sides do not nest, or where the box is outside the spec or holds nothing.
     """
     if not (0 <= box.layer_start < box.layer_stop <= spec.num_layers):
         raise LayoutError(f"box: expected layers within 0:{spec.num_layers}, got {box.layer_start}:{box.layer_stop}")
@@ -154,6 +155,8 @@ def coalesce(spec: KVSpec, src: Side, dst: Side, box: Box, *, order: str) -> Geo
             if c.per_page and box.token_start > 0:
                 continue
             entries.append(_entry(layer, i, c, src.places[layer, i], dst.places[layer, i], box, order))
+    if not entries:
+        raise LayoutError(f"box: expected something to copy, got {box} of components that lie in token 0's box alone")
     return Geometry(box, tuple(entries), spec.num_layers)
 
 

@@ -231,6 +231,8 @@ def packed_box(
 
 def box_bytes(spec: KVSpec, layer_start: int, layer_stop: int, token_start: int, token_stop: int) -> int:
     """Bytes a page of the box that `packed_box` places."""
+    if token_start == 0 and token_stop == spec.page_size:
+        return spec.layer_offsets[layer_stop] - spec.layer_offsets[layer_start]
     return sum(
         (0 if token_start else 1) * c.page_bytes(1) if c.per_page else c.page_bytes(token_stop - token_start)
         for components in spec.layers[layer_start:layer_stop]
@@ -282,6 +284,8 @@ def _span_bytes(t: torch.Tensor) -> int:
 
 
 def _parse(axes: str) -> list[list[str]]:
+    if re.search(r"[()]", re.sub(r"\([^()]*\)", " ", axes)):
+        raise LayoutError(f"axes {axes!r}: expected each '(' closed by one ')' and none inside another")
     groups = [g.strip("()").split() for g in re.findall(r"\([^()]*\)|[^\s()]+", axes)]
     words = [w for g in groups for w in g]
     unknown = sorted(set(words) - set(AXES))
@@ -308,6 +312,10 @@ def _place(spec: KVSpec, part: Part, buffer: int) -> tuple[int, dict[tuple[int, 
         raise LayoutError(f"{where}: expected a tensor with elements and non-negative strides, got {t.stride()}")
     if not part.layers or not all(0 <= layer < spec.num_layers for layer in part.layers):
         raise LayoutError(f"{where}: expected layers 0 to {spec.num_layers - 1}, got {part.layers}")
+    if len(set(part.layers)) < len(part.layers) or len(set(part.components)) < len(part.components):
+        raise LayoutError(
+            f"{where}: expected each layer and component once, got layers {part.layers} and {part.components}"
+        )
     members = [_members(spec, layer, part.components, where) for layer in part.layers]
     if any(m != members[0] for m in members):
         raise LayoutError(f"{where}: expected one set of components in all layers of a part; give one part a set")
@@ -341,7 +349,7 @@ def _place(spec: KVSpec, part: Part, buffer: int) -> tuple[int, dict[tuple[int, 
         at_layer = nth * dims["layer"][0][1] if dims["layer"] else 0
         for order, ((i, c), width) in enumerate(zip(members[nth], row_bytes, strict=True)):
             offset = at_layer
-            byte = tuple(dims["dim"]) + ((size, 1),)
+            byte: tuple[Dim, ...] = (*dims["dim"], (size, 1))
             if kv:
                 offset += order * dims["kv"][0][1]
             elif len(chosen) > 1:
@@ -440,10 +448,10 @@ def _refuse_overlap(layout: Layout, addresses: Sequence[int]) -> None:
             start = place.offset + max(base, 0)
             spots.append((space, start, start + reach + 1, label))
     spots.sort()
-    # Places whose spans cross are interleaved: compare them byte run by byte run, on a few pages.
+    # Places whose spans cross are interleaved: compare them byte run by byte run.
     cluster: list[int] = []
     end = -1
-    order = {label: place for label, place in _labelled(layout)}
+    order = dict(_labelled(layout))
     for index, (space, first, last, _) in enumerate(spots):
         if cluster and (space != spots[cluster[-1]][0] or first >= end):
             _refuse_interleaved(layout, [spots[j] for j in cluster], order)
@@ -462,27 +470,48 @@ def _labelled(layout: Layout) -> list[tuple[str, Placement]]:
 
 
 def _refuse_interleaved(layout: Layout, spots: list[tuple[int, int, int, str]], order: dict[str, Placement]) -> None:
+    """Exact, for all pages at once: with one page stride S a run of bytes is a column range (address modulo S) in the
+    rows q to q + pages - 1 (address // S), so two runs meet where their columns cross and their rows do."""
     if len(spots) < 2:
         return
+    places = [order[label] for _, _, _, label in spots]
+    strides = {place.page_stride for place in places}
+    spread = layout.num_pages == 1 or len(strides) > 1  # no common stride: each page's runs are runs of their own
+    pages = 1 if spread else layout.num_pages
+    stride = max(last for _, _, last, _ in spots) if spread else strides.pop()
+    origin = spots[0][1]
     starts: list[torch.Tensor] = []
     lengths: list[torch.Tensor] = []
-    labels: list[torch.Tensor] = []
-    for number, (_, first, _, label) in enumerate(spots):
-        place = order[label]
+    numbers: list[torch.Tensor] = []
+    for number, ((_, first, _, _), place) in enumerate(zip(spots, places, strict=True)):
         dims = list(_merge(place.inner))
         run = 1
         if dims and dims[-1][1] == 1:
             run = dims.pop()[0]
-        at = torch.tensor([first])
-        for extent, stride in ((min(layout.num_pages, 3), place.page_stride), *dims):
-            at = (at[:, None] + torch.arange(extent) * stride).reshape(-1)
+        at = torch.tensor([first - origin])
+        for extent, step in ((layout.num_pages if spread else 1, place.page_stride), *dims):
+            at = (at[:, None] + torch.arange(extent) * step).reshape(-1)
         starts.append(at)
         lengths.append(torch.full_like(at, run))
-        labels.append(torch.full_like(at, number))
-    at, index = torch.cat(starts).sort()
-    stop = at + torch.cat(lengths)[index]
-    bad = (stop[:-1] > at[1:]).nonzero()
-    if bad.numel():
-        nth = int(bad[0])
-        names = [spots[int(torch.cat(labels)[index[j]])][3] for j in (nth, nth + 1)]
-        raise LayoutError(f"overlapping strides: {names[0]} and {names[1]} share byte {int(at[nth + 1])}")
+        numbers.append(torch.full_like(at, number))
+    at, run_bytes, number_of = torch.cat(starts), torch.cat(lengths), torch.cat(numbers)
+    room = torch.minimum(run_bytes, stride - at % stride)
+    cut = (run_bytes > room).nonzero().reshape(-1)  # what goes over the end of a row starts the next one
+    at, number_of = torch.cat((at, at[cut] + room[cut])), torch.cat((number_of, number_of[cut]))
+    run_bytes = torch.cat((room, run_bytes[cut] - room[cut]))
+    row, by_row = (at // stride).sort()
+    at, run_bytes, number_of = at[by_row], run_bytes[by_row], number_of[by_row]
+    seen = 0
+    for start in row.unique().tolist():
+        low, high = torch.searchsorted(row, torch.tensor([start, start + pages])).tolist()
+        if high == seen:
+            continue  # every pair of this window was in the one before
+        seen = high
+        column, by_column = (at[low:high] % stride).sort()
+        bad = (column[:-1] + run_bytes[low:high][by_column][:-1] > column[1:]).nonzero()
+        if bad.numel():
+            nth = int(bad[0])
+            one, two = (low + int(by_column[j]) for j in (nth, nth + 1))
+            byte = origin + max(int(row[one]), int(row[two])) * stride + int(column[nth + 1])
+            names = [spots[int(number_of[j])][3] for j in (one, two)]
+            raise LayoutError(f"overlapping strides: {names[0]} and {names[1]} share byte {byte}")

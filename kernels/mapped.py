@@ -16,7 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
-from kvtransfer.kernels.relayout import _FREE, _UNALIGNED, copy_tile, relayout_reference, tile_constants
+from kvtransfer.kernels.relayout import (
+    _FREE,
+    _UNALIGNED,
+    fetch_tile,
+    finish_tile,
+    load_entry,
+    pages_let_through,
+    relayout_reference,
+    tile_constants,
+)
 from kvtransfer.kernels.table import CopyTable
 
 __all__ = ["mapped_copy", "mapped_kernel", "relayout_reference"]
@@ -31,16 +40,28 @@ def mapped_kernel(
     DIGEST: tl.constexpr,
 ):  # fmt: skip
     """Grid (CTAs,): every CTA takes each CTAs-th tile of every entry, layer after layer."""
-    gate = tl.load(status) == 0 if GATED else True
+    pages = pages_let_through(num_pages, status, GATED)
+    step = tl.num_programs(0)
     for layer in range(0, num_layers):
         for entry in range(tl.load(layer_rows + layer), tl.load(layer_rows + layer + 1)):
             row = table + entry * COLUMNS
-            tiles = tl.cdiv(num_pages, PAGES) * tl.cdiv(tl.load(row + 4).to(tl.int32), LANES)
-            for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-                copy_tile(
-                    row, tile, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, gate, digests,
-                    digest_layers, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS, DST_IDS, DIGEST, True,
+            src, dst, src_stride, dst_stride, unit = load_entry(row, src_shift, dst_shift, SCALE)
+            tiles = tl.cdiv(pages, PAGES) * tl.cdiv(unit, LANES)
+            # One tile ahead: the link's latency passes while the tile before it is written and digested.
+            values = fetch_tile(
+                row, tl.program_id(0), src, src_stride, unit, src_ids, src_first, pages,
+                PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
+            )  # fmt: skip
+            for tile in range(tl.program_id(0), tiles, step):
+                ahead = fetch_tile(
+                    row, tile + step, src, src_stride, unit, src_ids, src_first, pages,
+                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
                 )  # fmt: skip
+                finish_tile(
+                    values, row, tile, dst, dst_stride, unit, dst_ids, dst_first, pages, digests, digest_layers,
+                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, DST_IDS, DIGEST, True,
+                )  # fmt: skip
+                values = ahead
         tl.debug_barrier()  # every thread's stores before the one thread that releases them
         tl.atomic_add(flags + layer, 1, sem="release", scope="sys")
 

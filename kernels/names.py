@@ -34,7 +34,7 @@ READY: dict[str, ReadyLayout] = {
     "sglang.layer_first": ReadyLayout("(page token) head dim", "component"),
     # SGLang, host pools
     "sglang.layer_first_host": ReadyLayout("kv layer (page token) head dim", "all"),
-    "sglang.page_first": ReadyLayout("kv page token layer head dim", "all"),
+    "sglang.page_first": ReadyLayout("kv (page token) layer head dim", "all"),
     "sglang.page_first_direct": ReadyLayout("kv page layer token head dim", "all"),
     "sglang.page_head": ReadyLayout("kv page head token layer dim", "all"),
     "sglang.page_unified": ReadyLayout("page head layer kv token head dim", "all"),
@@ -59,8 +59,8 @@ def build(name: str, spec: KVSpec, num_pages: int, head_groups: int | None = Non
         raise LayoutError(f"layout: expected one of {', '.join(['page_first', *sorted(READY)])}, got {name!r}")
     if num_pages < 1:
         raise LayoutError(f"num_pages: expected at least 1, got {num_pages}")
-    if name == "vllm.MLA" and any(len(cs) != 1 or cs[0].heads != 1 for cs in spec.layers):
-        raise LayoutError(f"vllm.MLA: expected one latent component with one head a layer, got {spec.canonical()}")
+    if head_groups is not None and READY[name].axes.split().count("head") < 2:
+        raise LayoutError(f"head_groups: expected a layout with two head axes, got {name!r}")
     parts = [
         Part(_blank(spec, axes, components, layers, num_pages, head_groups), axes, components, layers)
         for axes, components, layers in _tensors(READY[name], spec, name)
@@ -74,6 +74,9 @@ def that_fit(spec: KVSpec, tensors: Sequence[torch.Tensor]) -> list[str]:
     for name, ready in READY.items():
         try:
             wanted = _tensors(ready, spec, name)
+            if name.startswith("vllm.") and len(tensors) == spec.num_layers > 1:  # vLLM registers a view a layer
+                axes = " ".join(w for w in ready.axes.split() if w != "layer")
+                wanted = [(axes, components, (layer,)) for _, components, layers in wanted for layer in layers]
             if len(wanted) != len(tensors):
                 continue
             Layout.from_parts(spec, [Part(t, a, c, ls) for t, (a, c, ls) in zip(tensors, wanted, strict=True)])
@@ -85,6 +88,8 @@ def that_fit(spec: KVSpec, tensors: Sequence[torch.Tensor]) -> list[str]:
 
 def _tensors(ready: ReadyLayout, spec: KVSpec, name: str) -> list[tuple[str, tuple[str, ...], tuple[int, ...]]]:
     """(axes, components, layers) of each tensor of a ready layout."""
+    if name == "vllm.MLA" and any(len(cs) != 1 or cs[0].heads != 1 for cs in spec.layers):
+        raise LayoutError(f"vllm.MLA: expected one latent component with one head a layer, got {spec.canonical()}")
     if ready.one_per == "component":
         return [(ready.axes, (c.name,), (layer,)) for layer, cs in enumerate(spec.layers) for c in cs]
     if any(cs != spec.layers[0] for cs in spec.layers):

@@ -21,16 +21,12 @@ import triton.language as tl
 
 from kvtransfer.kernels.coalesce import Entry, Geometry
 from kvtransfer.kernels.digest import tile_digest
+from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.table import CopyTable
 
-_FREE = [
-    "src_shift",
-    "dst_shift",
-    "src_first",
-    "dst_first",
-    "num_pages",
-]  # never specialised: one binary for all values
+# Never specialised: one binary for all values, since loading another one would wait for the device.
+_FREE = ["src_shift", "dst_shift", "src_first", "dst_first", "num_pages"]
 _UNALIGNED = ["src_ids", "dst_ids", "status", "digests"]
 
 
@@ -53,26 +49,32 @@ def lane_offsets(row, lane, LOOPS: tl.constexpr, PIECE: tl.constexpr, SCALE: tl.
 
 
 @triton.jit
-def copy_tile(
-    row, tile, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, gate, digests, digest_layers,
-    PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
-    PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr, DIGEST: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
-    """Copy tile number ``tile`` of the entry at ``row``: PAGES pages x LANES words (see the module docstring)."""
-    unit = tl.load(row + 4).to(tl.int32)
+def load_entry(row, src_shift, dst_shift, SCALE: tl.constexpr):
+    """(source address, destination address, source page stride, destination page stride, unit words) of an entry:
+    read once, outside the loop over its tiles, so that no tile waits for them."""
+    return (
+        tl.load(row) + src_shift,
+        tl.load(row + 1) + dst_shift,
+        tl.load(row + 2),
+        tl.load(row + 3),
+        tl.load(row + 4).to(tl.int32) * SCALE,  # a factor the compiler can see: masks come in pairs of lanes
+    )
+
+
+@triton.jit
+def tile_pages(tile, unit, PAGES: tl.constexpr, LANES: tl.constexpr):
+    """(pages [PAGES], lanes [LANES]) of tile number ``tile``: chunks of a unit fastest, then pages."""
     chunks = tl.cdiv(unit, LANES)
-    lane = (tile % chunks) * LANES + tl.arange(0, LANES)
-    page = (tile // chunks) * PAGES + tl.arange(0, PAGES)
-    live = page < num_pages
-    if SRC_IDS:
-        src_page = tl.load(src_ids + src_first + page, mask=live, other=0).to(tl.int64)
+    return (tile // chunks) * PAGES + tl.arange(0, PAGES), (tile % chunks) * LANES + tl.arange(0, LANES)
+
+
+@triton.jit
+def side_pointers(base, page_stride, ids, first, page, live, offsets, IDS: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+    """Pointers [PAGES, LANES] of one side of a tile: page ids, or the page numbers themselves."""
+    if IDS:
+        at = tl.load(ids + first + page, mask=live, other=0).to(tl.int64)
     else:
-        src_page = src_first + page.to(tl.int64)
-    if DST_IDS:
-        dst_page = tl.load(dst_ids + dst_first + page, mask=live, other=0).to(tl.int64)
-    else:
-        dst_page = dst_first + page.to(tl.int64)
-    src_lane, dst_lane = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
+        at = first + page.to(tl.int64)
     if WORD == 8:
         kind = tl.pointer_type(tl.int64)
     elif WORD == 4:
@@ -81,19 +83,49 @@ def copy_tile(
         kind = tl.pointer_type(tl.int16)
     else:
         kind = tl.pointer_type(tl.int8)
-    src = tl.multiple_of((tl.load(row) + src_shift).to(kind), SCALE * WORD)
-    dst = tl.multiple_of((tl.load(row + 1) + dst_shift).to(kind), SCALE * WORD)
-    src_at = (src_page * tl.load(row + 2) * SCALE)[:, None] + src_lane[None, :]
-    dst_at = (dst_page * tl.load(row + 3) * SCALE)[:, None] + dst_lane[None, :]
-    wanted = (live[:, None]) & (lane < unit)[None, :] & gate
-    values = tl.load(src + src_at, mask=wanted, other=0, cache_modifier=".cg")
+    return tl.multiple_of(base.to(kind), SCALE * WORD) + ((at * page_stride * SCALE)[:, None] + offsets[None, :])
+
+
+@triton.jit
+def fetch_tile(
+    row, tile, src, src_stride, unit, src_ids, src_first, num_pages,
+    PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
+    PIECE: tl.constexpr, SRC_IDS: tl.constexpr,
+):  # fmt: skip
+    """Read tile number ``tile``: [PAGES, LANES] words, 0 past the pages and the unit."""
+    page, lane = tile_pages(tile, unit, PAGES, LANES)
+    live = page < num_pages
+    offsets, _ = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
+    at = side_pointers(src, src_stride, src_ids, src_first, page, live, offsets, SRC_IDS, WORD, SCALE)
+    return tl.load(at, mask=live[:, None] & (lane < unit)[None, :], other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def finish_tile(
+    values, row, tile, dst, dst_stride, unit, dst_ids, dst_first, num_pages, digests, digest_layers,
+    PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
+    PIECE: tl.constexpr, DST_IDS: tl.constexpr, DIGEST: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Write what `fetch_tile` read, and add it to the digests of its pages."""
+    page, lane = tile_pages(tile, unit, PAGES, LANES)
+    live = page < num_pages
     if STORE:
-        tl.store(dst + dst_at, values, mask=wanted)
+        _, offsets = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
+        at = side_pointers(dst, dst_stride, dst_ids, dst_first, page, live, offsets, DST_IDS, WORD, SCALE)
+        tl.store(at, values, mask=live[:, None] & (lane < unit)[None, :])
     if DIGEST:
         sums = tile_digest(values, lane, unit, tl.load(row + 6), WORD, PAGES, LANES)
-        layer = tl.load(row + 5)
-        at = page.to(tl.int64) * digest_layers + layer
-        tl.atomic_add(digests + at, sums.to(tl.int64, bitcast=True), mask=live & gate, sem="relaxed")
+        at = page.to(tl.int64) * digest_layers + tl.load(row + 5)
+        tl.atomic_add(digests + at, sums.to(tl.int64, bitcast=True), mask=live, sem="relaxed")
+
+
+@triton.jit
+def pages_let_through(num_pages, status, GATED: tl.constexpr):
+    """``num_pages``, or 0 where the gate is closed: no tile is then copied."""
+    if GATED:
+        return tl.where(tl.load(status) == 0, num_pages, 0)
+    else:
+        return num_pages
 
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
@@ -105,12 +137,16 @@ def relayout_kernel(
 ):  # fmt: skip
     """Grid (programs, entries): each program strides over the tiles of its entry."""
     row = table + tl.program_id(1) * COLUMNS
-    gate = tl.load(status) == 0 if GATED else True
-    tiles = tl.cdiv(num_pages, PAGES) * tl.cdiv(tl.load(row + 4).to(tl.int32), LANES)
+    pages = pages_let_through(num_pages, status, GATED)
+    src, dst, src_stride, dst_stride, unit = load_entry(row, src_shift, dst_shift, SCALE)
+    tiles = tl.cdiv(pages, PAGES) * tl.cdiv(unit, LANES)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        copy_tile(
-            row, tile, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, gate, digests,
-            digest_layers, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS, DST_IDS, DIGEST, STORE,
+        values = fetch_tile(
+            row, tile, src, src_stride, unit, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
+        )  # fmt: skip
+        finish_tile(
+            values, row, tile, dst, dst_stride, unit, dst_ids, dst_first, pages, digests, digest_layers, PAGES, LANES,
+            WORD, SCALE, LOOPS, PIECE, DST_IDS, DIGEST, STORE,
         )  # fmt: skip
 
 
@@ -150,7 +186,14 @@ def relayout(
     status                int32 [>= 1]; nothing is written unless status[0] == 0
     digests               int64 [num_pages, layers of the spec], zeroed by the caller; sums are added
     store                 False reads and digests the source, and writes nothing
+
+    A shift that breaks the alignment the table was built with raises LayoutError.
     """
+    aligned = table.tile.word_bytes * table.tile.scale
+    if src_shift % aligned or dst_shift % aligned:
+        raise LayoutError(
+            f"shift: expected multiples of {aligned} bytes, got {src_shift} (source), {dst_shift} (destination)"
+        )
     tiles = -(-num_pages // table.tile.pages) * -(-table.unit_words // table.tile.words)
     spare = table.layer_rows  # a valid pointer for arguments that the compiled variant does not read
     relayout_kernel[relayout_grid(tiles, table.num_entries)](
@@ -184,6 +227,10 @@ def entry_view(buffer: torch.Tensor, entry: Entry, side: str, num_pages: int, wo
     stride = [page_stride // word_bytes, *(loop[which] // word_bytes for loop in entry.loops), 1]
     dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[word_bytes]
     base = buffer.storage_offset() * buffer.element_size() + offset
+    last = base + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) * word_bytes + word_bytes
+    have = buffer.untyped_storage().nbytes()
+    if last > have:  # set_ below would let the storage grow
+        raise LayoutError(f"layer {entry.layer}, {side}: expected at least {last} bytes of memory, got {have}")
     words = torch.empty(0, dtype=dtype, device=buffer.device)
     return words.set_(buffer.untyped_storage(), base // word_bytes, size, stride)
 
@@ -195,7 +242,12 @@ def relayout_reference(
     src_pages: torch.Tensor,
     dst_pages: torch.Tensor,
 ) -> None:
-    """Plain torch: the same bytes, for any device. Ids int64 [n]; mutates ``dst``. What the CPU backend runs."""
+    """Plain torch: the same bytes, for any device. Ids int64 [n]; mutates ``dst``. What the CPU backend runs.
+
+    Memory that ends before the last page asked for raises LayoutError.
+    """
+    if src_pages.numel() == 0:
+        return
     offsets = [t.storage_offset() * t.element_size() for t in (*src, *dst)]
     word = min(8, geometry.alignment)
     while any(o % word for o in offsets):

@@ -1,8 +1,9 @@
 """The kernels' view of a geometry: one row of 64-bit numbers an entry, addresses resolved.
 
-Row: source address, destination address, source page stride, destination page stride, unit words, layer,
-digest position of its first word, then for each loop (extent, source stride, destination stride), innermost first. Strides are
-in units of the geometry's alignment, so that the compiler knows how far each address is aligned.
+Row: source address, destination address, source page stride, destination page stride, bytes of a unit, layer,
+digest position of its first word, then for each loop (extent, source stride, destination stride), innermost
+first. Strides are in units of the geometry's alignment, so that the compiler knows how far each address is
+aligned.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ def build_table(
     loops = max(len(n) for n in nests)
     rows = []
     for e, nest in zip(geometry.entries, nests, strict=True):
-        if e.unit_bytes // word >= 2**31:
+        if e.unit_bytes // word >= 2**30:  # lanes of the last tile, past the unit, must be 32-bit numbers too
             raise LayoutError(
-                f"layer {e.layer}: expected less than 2**31 words a page and component, got {e.unit_bytes} B"
+                f"layer {e.layer}: expected less than 2**30 words a page and component, got {e.unit_bytes} B"
             )
         row = [
             src_addresses[e.src_buffer] + e.src_offset,
             dst_addresses[e.dst_buffer] + e.dst_offset,
             e.src_page_stride // alignment,
             e.dst_page_stride // alignment,
-            e.unit_bytes // word,
+            e.unit_bytes // alignment,
             e.layer,
             (e.component << COMPONENT_SHIFT) + first_word(spec.layers[e.layer][e.component], geometry.box),
         ]

@@ -103,9 +103,10 @@ class _Demo:
         self.say(f"cold: computing {self.prefix_tokens:,} tokens, then the rest of the prompt")
         cache = self._new_cache()
         prefill_s = self._timed(lambda: self._prefill(cache, self.ids[:, : self.prefix_tokens]))
-        cache.store(engine, slots).result()  # the first one also builds what the path needs
+        if self.device.type == "cuda":  # the first one also builds what the path needs
+            cache.store(engine, slots).result()
         store = cache.store(engine, slots).result()
-        cold = self._generate(cache, self.ids)
+        cold = self._generate(cache, self.ids, tokens=self.options.max_new_tokens)
         cache.release()
 
         self._clear_pool()
@@ -117,6 +118,7 @@ class _Demo:
         warm = self._generate(
             cache,
             self.ids,
+            tokens=self.options.max_new_tokens,
             before=lambda: handle.append(
                 cache.load(engine, slots, tokens=self.prefix_tokens, prompt_tokens=self.ids.shape[1])
             ),
@@ -156,7 +158,9 @@ class _Demo:
         """Fill the cache; the model's head is left out, since nobody asks for these tokens' successors."""
         self.model.base_model(input_ids=ids, use_cache=True, **{self.keyword: cache})
 
-    def _generate(self, cache: PagedCache, ids: torch.Tensor, before: Callable[[], None] | None = None) -> Run:
+    def _generate(
+        self, cache: PagedCache, ids: torch.Tensor, *, tokens: int, before: Callable[[], None] | None = None
+    ) -> Run:
         clock = _FirstToken()
         start = time.perf_counter()
         if before is not None:
@@ -164,26 +168,26 @@ class _Demo:
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=self.options.max_new_tokens,
+            max_new_tokens=tokens,
             do_sample=False,
             pad_token_id=0,
             streamer=clock,
             **{self.keyword: cache},
         )
-        tokens = out[0, ids.shape[1] :].tolist()
         states = [cache.states(layer) for layer in range(len(cache.paged))]
-        return Run(tokens, states, clock.at(1) - start)
+        return Run(out[0, ids.shape[1] :].tolist(), states, clock.at(1) - start)
 
     def _warm_up(self) -> None:
         """One small generate, so that neither first token pays for what a process does once."""
         cache = self._new_cache()
-        self._generate(cache, self.ids[:, : min(self.prefix_tokens, 64)])
+        self._generate(cache, self.ids[:, :64], tokens=2)
         cache.release()
 
     def _load_alone(self, engine: TransferEngine, slots: np.ndarray[Any, np.dtype[np.int64]]) -> TransferResult:
-        """The same load without a forward beside it; the second of two, for the same reason as with the store."""
+        """The same load without a forward beside it; on a GPU the second of two, as with the store."""
         pages = self.random.permutation(self.pool.allocate_pages(len(slots)))
-        engine.load(slots, pages, layerwise=True).result()
+        if self.device.type == "cuda":
+            engine.load(slots, pages, layerwise=True).result()
         result = engine.load(slots, pages, layerwise=True).result()
         self.pool.free_pages(pages)
         return result

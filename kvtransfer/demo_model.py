@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -71,15 +72,13 @@ def load_model(name: str | None, random_weights: bool, device: torch.device, con
     if random_weights:
         return _random_model(device, dtype)
     if name is None:
-        path = _packaged(console)
-        name = model_file.SMOLLM2.name
-    else:
-        path = Path(name)
+        return _smollm2(device, dtype, console)
+    path = Path(name)
     source: str | Path = path if path.exists() else name
     options: dict[str, str] = {}
     if path.is_file():
         source, options = path.parent, {"gguf_file": path.name}
-    console.print(f"loading {name} ({str(dtype).removeprefix('torch.')} on {device})")
+    _say_loading(name, device, dtype, console)
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, **options)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
@@ -88,12 +87,57 @@ def load_model(name: str | None, random_weights: bool, device: torch.device, con
         raise ConfigError(
             f"--model {name}: expected a folder, a GGUF file or an id that transformers can load: {first_line}"
         ) from error
+    return _loaded(name, model.to(device), tokenizer)
+
+
+def _loaded(name: str, model: Any, tokenizer: Any) -> LoadedModel:
     return LoadedModel(
         name,
-        model.to(device).eval(),
+        model.eval(),
         lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
         lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
     )
+
+
+def _say_loading(name: str, device: torch.device, dtype: torch.dtype, console: Console) -> None:
+    console.print(f"loading {name} ({str(dtype).removeprefix('torch.')} on {device})")
+
+
+def _smollm2(device: torch.device, dtype: torch.dtype, console: Console) -> LoadedModel:
+    """SmolLM2-135M. Its file is read in pure Python, which takes most of the time that the demo takes.
+
+    So it is read as seldom as can be: the configuration, which transformers would read the whole file for, is given
+    (the file's hash is known), and garbage collection waits (it would walk millions of objects again and again).
+    """
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast  # noqa: PLC0415
+
+    path = _packaged(console)
+    _say_loading(model_file.SMOLLM2.name, device, dtype, console)
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1_536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8_192,
+        rms_norm_eps=9.999999747378752e-06,
+        rope_parameters={"rope_theta": 100_000.0, "rope_type": "default"},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, config=config, dtype=dtype)
+    finally:
+        if collected:
+            gc.enable()
+    return _loaded(model_file.SMOLLM2.name, cast(Any, model).to(device), tokenizer)
 
 
 def _packaged(console: Console) -> Path:

@@ -56,7 +56,7 @@ def print_result(result: DemoResult, console: Console) -> None:
         ("the link", f"{result.link_gbps:.2f} GB/s, one large copy in this run"),
         ("time to first token, cold", f"{result.ttft_cold_s:.3f} s"),
         ("time to first token, warm", f"{result.ttft_warm_s:.3f} s"),
-        ("answer", result.answer),
+        ("answer", "".join(c if c.isprintable() or c == "\n" else "·" for c in result.answer)),
     ]
     if not result.identical:
         rows.append(("difference", result.difference))

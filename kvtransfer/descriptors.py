@@ -24,7 +24,7 @@ def piece_offsets(entry: Entry) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def descriptors(geometry: Geometry, src: list[int], dst: list[int], src_ids: Ids, dst_ids: Ids) -> tuple[U64, U64, U64]:
     """(destination addresses, source addresses, sizes) of every piece, page by page: what a copy engine takes."""
     dst_cols, src_cols, sizes = [], [], []
-    for e in geometry.merged():
+    for e in geometry.merged:
         src_at, dst_at = piece_offsets(e)
         src_cols.append((src[e.src_buffer] + e.src_offset + src_ids * e.src_page_stride)[:, None] + src_at)
         dst_cols.append((dst[e.dst_buffer] + e.dst_offset + dst_ids * e.dst_page_stride)[:, None] + dst_at)

@@ -45,6 +45,7 @@ _NO_INDEX = 2**64 - 1
 _LEGACY_STREAMS = (0, 1)  # NULL and CU_STREAM_LEGACY
 _SPECIAL_STREAMS = (0, 1, 2)  # and CU_STREAM_PER_THREAD: these mean "of the current context"
 _ORDER_STREAM, _ORDER_ANY = 1, 3  # CUmemcpySrcAccessOrder
+_CAPTURE_MODE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _PREFER_OVERLAP_WITH_COMPUTE = 1  # CUmemcpyFlags
 _MEMORYTYPE_UNIFIED = 4  # CUmemorytype
 _WAIT_VALUE_GEQ = 0  # CUstreamWaitValue_flags: (int32)(*address - value) >= 0
@@ -86,6 +87,7 @@ _ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuMemcpy2DAsync": (3020, (c_void_p, c_void_p)),
     "cuStreamWaitValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
     "cuStreamWriteValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
+    "cuThreadExchangeStreamCaptureMode": (10010, (c_void_p,)),
     "cuMemHostGetDevicePointer": (3020, (c_void_p, c_void_p, c_uint)),
 }
 _BATCH = "cuMemcpyBatchAsync"
@@ -193,6 +195,10 @@ class Copier(ABC):
     @abstractmethod
     def host_device_pointer(self, address: int) -> int:
         """The device alias of pinned or registered host memory; needs a current context. Often the same address."""
+
+    def leave_captures_alone(self) -> None:  # noqa: B027
+        """For a thread that polls: from now on its calls are not refused while another thread captures a graph in
+        the global mode (torch's default), and do not break that capture. A no-op without a driver."""
 
     def register(self, memory: torch.Tensor | npt.NDArray[Any]) -> None:  # noqa: B027
         """Tell which memory addresses will lie in (the whole storage of a tensor). A no-op where addresses suffice."""
@@ -353,6 +359,10 @@ class CopyEngine(Copier):
         status = c_int()
         self._must("cuStreamIsCapturing", stream, byref(status))
         return status.value != 0
+
+    def leave_captures_alone(self) -> None:
+        mode = c_int(_CAPTURE_MODE_RELAXED)
+        self._must("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def host_device_pointer(self, address: int) -> int:
         alias = c_uint64()

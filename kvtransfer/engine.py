@@ -2,14 +2,15 @@
 
 A call checks its input, records the fences of the declared streams on the caller's thread, claims its pages
 and slots (so that two transfers that touch one are ordered), and returns a handle. Bulk transfers are
-submitted by the engine's own thread (`kvtransfer.pump`), which keeps the call under a millisecond; layer-wise
-loads by the caller, which is about to launch the forward they feed.
+submitted by the engine's own thread (`kvtransfer.pump`), which keeps the call under a millisecond; a layer-wise
+load that is a single launch by the caller, who is about to launch the forward it feeds.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch
 
 from kvtransfer.device_copy import DeviceCopy, device_plan
 from kvtransfer.fifo import Delays, FifoStream
-from kvtransfer.handles import TransferHandle
+from kvtransfer.handles import TransferHandle, Verdict
 from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
-from kvtransfer.plan import Facts, Plan, count_runs, make_plan
+from kvtransfer.plan import PATHS, Facts, Plan, count_runs, make_plan
 from kvtransfer.pool import KVPool, Stream
 from kvtransfer.pump import Pump
 from kvtransfer.staging import StagingRing
@@ -65,8 +66,9 @@ class TransferEngine:
         require_same_content(pool.spec, host.spec)
         if sm_budget < 1:
             raise ConfigError(f"sm_budget: expected at least 1 CTA, got {sm_budget}")
-        if deadline_s <= 0:
-            raise ConfigError(f"deadline_s: expected more than 0, got {deadline_s}")
+        _require_deadline(deadline_s)
+        if path != "auto" and path not in PATHS:
+            raise ConfigError(f"path: expected 'auto' or one of {', '.join(PATHS)}, got {path!r}")
         if pool.device.type not in ("cuda", "cpu"):
             raise ConfigError(f"pool: expected a CUDA or CPU device, got {pool.device}")
         on_gpu = pool.device.type == "cuda"
@@ -74,10 +76,12 @@ class TransferEngine:
             raise ConfigError("delays: only the CPU's lanes can be held back")
         self.pool, self.host = pool, host
         self.deadline_s = deadline_s
-        self.path = None if path == "auto" else path
+        self.path = path
         self.observer = observer
         lanes = CudaLanes(pool.device, observer) if on_gpu else CpuLanes(delays)
         if isinstance(staging_bytes, StagingRing):
+            if staging_bytes.memory.device != pool.device:
+                raise ConfigError(f"staging_bytes: expected a ring on {pool.device}, got {staging_bytes.memory.device}")
             ring: StagingRing | None = staging_bytes
         elif on_gpu or path == "staged":
             ring = StagingRing.create(pool.device, staging_bytes, observer)
@@ -104,6 +108,8 @@ class TransferEngine:
         self._numbers = itertools.count(1)
         self._pump = Pump(self._shop, pool.name)
         self._closed = False
+        # Dropped without `close`: the thread ends after what is under way, and lets go of the pool.
+        weakref.finalize(self, self._pump.close, wait=False).atexit = False
         if on_gpu:
             self._load_kernels()
 
@@ -160,7 +166,7 @@ class TransferEngine:
             raise LayoutError("copy within a pool: expected pages that are on one side only")
         handle = self._handle(device_plan(self.pool, target, source.size), deadline_s)
         if source.size == 0:
-            handle.end(None, 0.0, np.empty(0, dtype=np.int64))
+            handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
             return handle
         fences = self._fences(self.pool)[0] + (self._fences(target)[0] if target is not self.pool else [])
         transfer = DeviceCopy(self._shop, handle, fences, source, target, into)
@@ -181,8 +187,6 @@ class TransferEngine:
         end in ``timeout_s``. Idempotent.
         """
         with self._order:
-            if self._closed:
-                return []
             self._closed = True
         pending = self._pump.pending()
         dropped = [] if drain else [h for h in pending if h.cancel()]
@@ -209,7 +213,7 @@ class TransferEngine:
         plan = self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
         handle = self._handle(plan, deadline_s)
         if plan.pages == 0:
-            handle.end(None, 0.0, np.empty(0, dtype=np.int64))
+            handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
             return handle
         by_layer = layerwise and direction == "store"
         fences, copied = self._fences(self.pool, gpu_ids, nothing_yet=by_layer)
@@ -218,11 +222,13 @@ class TransferEngine:
         if by_layer:
             _LayerStore(transfer, self._shop)
         claims = [(self.pool.ledger, page_ids), (self.host.ledger, slot_ids)]
-        self._launch(transfer, claims, here=layerwise and direction == "load")
+        self._launch(transfer, claims, here=layerwise and plan.path in ("mapped", "cpu"))
         return handle
 
     def _handle(self, plan: Plan, deadline_s: float | None) -> TransferHandle:
-        deadline = self.deadline_s if deadline_s is None else deadline_s
+        if self._closed:
+            raise TransferError("the engine is closed")
+        deadline = self.deadline_s if deadline_s is None else _require_deadline(deadline_s)
         handle = TransferHandle(next(self._numbers), plan, self.pool, deadline, self.observer)
         self.observer.planned(handle.number, plan.direction, plan.path, plan.pages, plan.total_bytes)
         return handle
@@ -279,7 +285,8 @@ class TransferEngine:
             self._shop.on_gpu,
             self.host.pinned,
         )
-        return make_plan(facts, path or self.path)
+        forced = self.path if path is None else path
+        return make_plan(facts, None if forced == "auto" else forced)
 
     def _fences(
         self, pool: KVPool, gpu_ids: torch.Tensor | None = None, *, nothing_yet: bool = False
@@ -304,11 +311,11 @@ class TransferEngine:
             return [_event(s) for s in streams], copied
 
     def _submit_here(self, transfer: Transfer) -> None:
-        """Submit a layer-wise load on the caller's thread."""
+        """Submit a layer-wise load on the caller's thread: one launch, or a few closures on the CPU."""
         with self._shop.lock:
             try:
                 transfer.start()
-                while transfer.chunks_left:
+                while transfer.chunks_left and not transfer.handle.cancelled:
                     transfer.next_chunk()
             except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
                 transfer.handle.fail(as_transfer_error(error))
@@ -358,19 +365,20 @@ class _LayerStore:
     def __call__(self, layer: int, stream: Stream | None) -> None:
         transfer, shop = self._transfer, self._shop
         handle = transfer.handle
+        event = None if stream is None else _event(stream)
+        submitted_before = self._follows_all()
         with shop.lock:
             if layer in self._written:
                 raise TransferError(f"layer_written: expected each layer once, got {layer} again")
-            if handle.failed or handle.cancelled or handle.final_event is not None:
+            if not submitted_before or handle.failed or handle.cancelled or handle.final_event is not None:
                 return  # given up: what the layer holds is not wanted any more
-            if not transfer.started:
-                transfer.start()
             self._written.add(layer)
-            if stream is not None:
-                event = stream.record() if isinstance(stream, FifoStream) else _event(stream)
-                for lane in {transfer.kernel_lane, transfer.copy_lane}:
-                    shop.lanes.wait(lane, event)
             try:
+                if not transfer.started:
+                    transfer.start()
+                if event is not None:
+                    for lane in {transfer.kernel_lane, transfer.copy_lane}:
+                        shop.lanes.wait(lane, event)
                 for chunk in transfer.plan.chunks:
                     if chunk.box.layer_start == layer:
                         transfer.submit(chunk)
@@ -379,6 +387,22 @@ class _LayerStore:
             except Exception as error:  # kept: it is the transfer's error
                 handle.fail(as_transfer_error(error))
                 transfer.finish()
+
+    def _follows_all(self) -> bool:
+        """Hold the caller until every earlier transfer of these pages or slots is submitted, so that this one can be
+        ordered behind it. False when it was given up meanwhile."""
+        handle = self._transfer.handle
+        for other in list(self._transfer.earlier):
+            while not other.handle.await_submitted(0.05):
+                if handle.failed or handle.cancelled or handle.expired():
+                    return False
+        return True
+
+
+def _require_deadline(deadline_s: float) -> float:
+    if not deadline_s > 0:
+        raise ConfigError(f"deadline_s: expected more than 0, got {deadline_s}")
+    return deadline_s
 
 
 def _event(stream: Stream) -> Event:

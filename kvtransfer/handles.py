@@ -9,6 +9,8 @@ error at the transfer's deadline.
 from __future__ import annotations
 
 import asyncio
+import functools
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -96,17 +98,20 @@ class TransferHandle:
             for layer in range(chunk.box.layer_start, chunk.box.layer_stop):
                 self._chunks_left[layer] += 1
         self._layer_event: list[Event | None] = [None] * layers
+        self._begun: list[Chunk] = []  # chunks of which something may have been enqueued
         self._submitted: list[tuple[Chunk, Event]] = []
         self._flags: LayerFlags | None = None
         self._final: Event | None = None
         self._ended = False
         self._cancelled = False
+        self._broken = False
         self._error: KVTransferError | None = None
         self._verdict: Verdict | None = None
         self._seconds = 0.0
         self._nothing_written = False
         self._bad: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._callbacks: list[Callable[[TransferHandle], object]] = []
+        self._wakers: list[Callable[[], object]] = []  # of coroutines: also at the deadline, which `result` ends at
         self._write_layer: Callable[[int, Stream | None], None] | None = None
         self.keep: list[Any] = []  # buffers, index tensors and events that the GPU still uses
 
@@ -189,11 +194,11 @@ class TransferHandle:
         for chunk in self.plan.chunks:
             wanted[chunk.first : chunk.first + chunk.count] += 1
         with self._changed:
-            submitted, bad = list(self._submitted), self._bad
+            begun, submitted, bad = list(self._begun), list(self._submitted), self._bad
+        for chunk in begun:
+            touched[chunk.first : chunk.first + chunk.count] += 1
         for chunk, event in submitted:
-            part = slice(chunk.first, chunk.first + chunk.count)
-            touched[part] += 1
-            landed[part] += event.query() and getattr(event, "error", None) is None
+            landed[chunk.first : chunk.first + chunk.count] += event.query() and getattr(event, "error", None) is None
         states = np.where(touched > 0, PageState.INVALID, PageState.UNTOUCHED).astype(np.int8)
         states[landed == wanted] = PageState.DONE
         states[bad] = PageState.INVALID
@@ -205,7 +210,7 @@ class TransferHandle:
         Pages stay owned until the work in flight is through; `result` then raises TransferCancelled.
         """
         with self._changed:
-            if self._ended or self._final is not None or self._cancelled:
+            if self._ended or self._final is not None or self._cancelled or not any(self._chunks_left):
                 return False
             self._cancelled = True
             self._changed.notify_all()
@@ -220,15 +225,17 @@ class TransferHandle:
         fn(self)
 
     def layer_written(self, layer: int, stream: Stream | None = None) -> None:
-        """Layer-wise store: the work enqueued on ``stream`` (default: the current one) has written ``layer``; let it go.
+        """Layer-wise store: the work enqueued on ``stream`` (default: the current) has written ``layer``; let it go.
 
         Raises TransferError for other transfers and for a layer given twice.
         """
-        if self._write_layer is None:
+        if not (self.plan.layerwise and self.plan.direction == "store"):
             raise TransferError("layer_written: expected a handle of store(..., layerwise=True)")
         if not 0 <= layer < len(self._layer_event):
             raise LayoutError(f"layer_written: expected 0 to {len(self._layer_event) - 1}, got {layer}")
-        self._write_layer(layer, self._consumer(stream, "layer_written"))
+        consumer = self._consumer(stream, "layer_written")
+        if self._write_layer is not None:  # a store of no pages has nothing to write
+            self._write_layer(layer, consumer)
 
     def __await__(self) -> Generator[Any, None, TransferResult]:
         loop = asyncio.get_running_loop()
@@ -238,7 +245,18 @@ class TransferHandle:
             if not future.done():
                 future.set_result(None)
 
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        def wake_loop() -> None:
+            try:
+                loop.call_soon_threadsafe(wake)
+            except RuntimeError:
+                if not loop.is_closed():  # a closed loop has nobody left who waits
+                    raise
+
+        with self._changed:
+            if self._ended or isinstance(self._error, DeadlineExceeded):
+                wake()
+            else:
+                self._wakers.append(wake_loop)
         yield from future.__await__()
         return self.result(0)
 
@@ -257,6 +275,11 @@ class TransferHandle:
         return self._error is not None
 
     @property
+    def broken(self) -> bool:
+        """Whether a step failed on the CPU's lanes: its later steps are skipped."""
+        return self._broken
+
+    @property
     def fully_submitted(self) -> bool:
         """Whether every event of the transfer has been recorded (or it will record no more)."""
         return self._final is not None or self._ended
@@ -267,6 +290,16 @@ class TransferHandle:
 
     def expired(self) -> bool:
         return time.monotonic() > self._deadline
+
+    def await_submitted(self, timeout_s: float) -> bool:
+        """Hold the caller until the transfer records no more events; False when the time is up."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.fully_submitted, timeout_s)
+
+    def chunk_begun(self, chunk: Chunk) -> None:
+        """Before its first copy is enqueued: its pages are not untouched any more."""
+        with self._changed:
+            self._begun.append(chunk)
 
     def chunk_submitted(self, chunk: Chunk, event: Event) -> None:
         with self._changed:
@@ -283,13 +316,25 @@ class TransferHandle:
     def all_submitted(self, final: Event) -> None:
         with self._changed:
             self._final = final
+            if self._cancelled and self._error is None:  # `cancel` said True while the last chunk was on its way
+                self._error = TransferCancelled("the transfer was cancelled")
             self._changed.notify_all()
 
     def fail(self, error: KVTransferError) -> None:
         """Waits raise from now on. The transfer ends (`end`) once what is in flight is through."""
+        wakers: list[Callable[[], object]] = []
         with self._changed:
             self._error = self._error or error
+            if isinstance(self._error, DeadlineExceeded):
+                wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
+        for wake in wakers:
+            _call(wake)
+
+    def step_failed(self, error: KVTransferError) -> None:
+        """`fail`, and skip what the CPU's lanes still hold of the transfer."""
+        self._broken = True
+        self.fail(error)
 
     def end(
         self, verdict: Verdict | None, seconds: float, bad: NDArray[np.int64], *, nothing_written: bool = False
@@ -300,13 +345,18 @@ class TransferHandle:
                 return
             self._verdict, self._seconds, self._bad = verdict, seconds, bad
             self._nothing_written = nothing_written
+            if isinstance(self._error, TransferError) and not self._error.pages:
+                self._error.pages = tuple(np.flatnonzero(self.states() != PageState.DONE).tolist())
             self._ended = True
             self.keep.clear()
             callbacks, self._callbacks = self._callbacks, []
+            wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
-        self._observer.finished(self.number, self._error is None, seconds, self.total_bytes)
+        _call(lambda: self._observer.finished(self.number, self._error is None, seconds, self.total_bytes))
+        for wake in wakers:
+            _call(wake)
         for fn in callbacks:
-            fn(self)
+            _call(functools.partial(fn, self))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -324,8 +374,8 @@ class TransferHandle:
             capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
             raise TransferError(
-                f"{verb} inside CUDA graph capture: the wait would be frozen into the graph. Capture piecewise with the "
-                "hooks between the graphs, or call handle.wait_all() before graph.replay()"
+                f"{verb} inside CUDA graph capture: the wait would be frozen into the graph. Capture piecewise with "
+                "the hooks between the graphs, or call handle.wait_all() before graph.replay()"
             )
         self._pool.require_declared(stream)
         return stream
@@ -366,9 +416,19 @@ class TransferHandle:
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not self._ended:
-                if self._error is not None and isinstance(self._error, DeadlineExceeded):
+                if self.expired():  # whoever submits may be stuck itself: the deadline holds all the same
+                    self.fail(DeadlineExceeded(f"{verb}: not through at the deadline of {self.deadline_s:g} s"))
+                if isinstance(self._error, DeadlineExceeded):
                     raise self._error
                 left = None if limit is None else limit - time.monotonic()
                 if left is not None and left <= 0:
                     raise DeadlineExceeded(f"{verb}: the transfer had not ended after {timeout_s:g} s")
                 self._changed.wait(0.5 if left is None else min(left, 0.5))
+
+
+def _call(fn: Callable[[], object]) -> None:
+    """Call a subscriber. Its bug is reported as an uncaught one in a thread is, and others are served all the same."""
+    try:
+        fn()
+    except Exception:  # not hidden: the hook prints it, or does what the program set it to
+        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

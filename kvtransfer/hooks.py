@@ -13,7 +13,7 @@ inside ``layerwise`` (or attach `LayerGate`s with ``prepare`` before compiling),
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,7 +52,7 @@ class LayerGate:
         return gate
 
 
-def prepare(layers: Sequence[torch.nn.Module]) -> Callable[[], None]:
+def prepare(layers: Iterable[torch.nn.Module]) -> Callable[[], None]:
     """Attach hooks to stay, for modules that are compiled before the first load. Returns what removes them.
 
     With them attached, `layerwise` uses them and leaves them in place.
@@ -71,7 +71,7 @@ def prepare(layers: Sequence[torch.nn.Module]) -> Callable[[], None]:
 
 @contextmanager
 def layerwise(
-    layers: Sequence[torch.nn.Module],
+    layers: Iterable[torch.nn.Module],
     load: TransferHandle | None = None,
     store: TransferHandle | None = None,
     *,
@@ -89,10 +89,17 @@ def layerwise(
     fit the transfers, TransferError where a block is open over one of the modules already.
     """
     modules = list(layers)
+    if first_layer < 0:
+        raise LayoutError(f"first_layer: expected 0 or more, got {first_layer}")
+    if len({id(module) for module in modules}) != len(modules):
+        raise LayoutError(
+            "layers: expected distinct modules, got one that is given twice: its hook can't tell them apart"
+        )
     for handle in (load, store):
         if handle is not None and first_layer + len(modules) > handle.num_layers:
             raise LayoutError(
-                f"layers: expected at most {handle.num_layers - first_layer} from layer {first_layer} on, got {len(modules)}"
+                f"layers: expected at most {handle.num_layers - first_layer} from layer {first_layer} on, "
+                f"got {len(modules)}"
             )
     gates = [LayerGate.of(module) for module in modules]
     if any(gate.wait is not None for gate in gates):
@@ -128,9 +135,9 @@ def layerwise(
         if require_all and not all(ran):
             missed = [first_layer + i for i, did in enumerate(ran) if not did]
             raise TransferError(
-                f"layers {missed[:8]} ran without their hook, or not at all: discard this forward's output. A module that "
-                "was compiled before its hooks were attached does not see them: call kvtransfer.hooks.prepare(layers) "
-                "before compiling, or torch.compiler.reset() now"
+                f"layers {missed[:8]} ran without their hook, or not at all: discard this forward's output. A module "
+                "that was compiled before its hooks were attached does not see them: call "
+                "kvtransfer.hooks.prepare(layers) before compiling, or torch.compiler.reset() now"
             )
     except BaseException:
         if store is not None:

@@ -122,7 +122,7 @@ class HostTransfer(Transfer):
     # -- paths ------------------------------------------------------------------------------------
 
     def _staged(self, chunk: Chunk) -> Event:
-        shop, lanes, ring = self.shop, self.shop.lanes, self.shop.ring
+        lanes, ring = self.shop.lanes, self.shop.ring
         assert ring is not None
         slot = ring.take()
         done: Event | None = None
@@ -197,7 +197,7 @@ class HostTransfer(Transfer):
         return lanes.record(self.last_lane)
 
     def _copy_runs(self, geometry: Geometry, src: list[int], dst: list[int], src_ids: Ids, dst_ids: Ids) -> None:
-        merged = geometry.merged()
+        merged = geometry.merged
         alone = np.zeros(src_ids.size, dtype=bool)
         plain = all(not e.loops for e in merged)
         for first, length in runs_of(src_ids, dst_ids):

@@ -61,8 +61,8 @@ class Owner(Protocol):
     """The transfer whose work is being enqueued: on the CPU it is told of a step that fails."""
 
     @property
-    def failed(self) -> bool: ...
-    def fail(self, error: KVTransferError) -> None: ...
+    def broken(self) -> bool: ...
+    def step_failed(self, error: KVTransferError) -> None: ...
 
 
 def as_transfer_error(error: Exception) -> KVTransferError:
@@ -182,14 +182,14 @@ class CpuLanes:
         owner = self.owner
 
         def run() -> None:
-            if owner is not None and owner.failed:
+            if owner is not None and owner.broken:
                 return
             try:
                 step()
             except Exception as error:  # kept: it is the transfer's error
                 if owner is None:
                     raise
-                owner.fail(as_transfer_error(error))
+                owner.step_failed(as_transfer_error(error))
 
         self.streams[lane].submit(run, lane)
 

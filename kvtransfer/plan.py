@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +115,14 @@ def _refusals(f: Facts) -> Iterable[tuple[str, str]]:
             yield "mapped", "the host slab is not pinned, so kernels can't reach it"
     if f.slot_bytes == 0:
         yield "staged", "there is no staging ring"
-    elif not _smallest_fits(f):
-        yield "staged", f"a ring slot of {f.slot_bytes:,} bytes is too small for {DIGEST_TOKENS} tokens of one layer"
+    elif (need := _largest_box(f)) > f.slot_bytes:
+        yield (
+            "staged",
+            (
+                f"a ring slot of {f.slot_bytes:,} bytes is too small for {DIGEST_TOKENS} tokens of one layer "
+                f"({need:,} bytes); a ring has three slots: give it more staging_bytes"
+            ),
+        )
     if f.runs is None:
         yield "strided", "page ids are on the GPU: the copy engine needs addresses on the CPU"
     if f.layerwise and f.direction == "store":
@@ -129,7 +136,7 @@ def _preference(f: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
     """Paths from best to worst, each with its reason (or, for those behind, what counts against it)."""
     if not f.on_gpu:
         return ("cpu", "staged"), {"cpu": "the pool is in host memory", "staged": "a ring gains nothing on a CPU"}
-    merged = f.direct.merged()
+    merged = f.direct.merged
     row = min(e.piece_bytes for e in merged)
     runs = f.pages if f.runs is None else max(f.runs, 1)
     call = row * f.pages // runs
@@ -164,7 +171,7 @@ def _pieces(f: Facts, path: str) -> tuple[int, int]:
         piece = _staged_piece(f)
         return piece, f.pages * max(1, -(-f.spec.page_bytes // piece))
     if path == "strided":
-        merged = f.direct.merged()
+        merged = f.direct.merged
         return min(e.piece_bytes for e in merged), f.pages * sum(e.unit_bytes // e.piece_bytes for e in merged)
     return f.direct.piece_bytes, f.pages * f.direct.pieces_a_page
 
@@ -177,10 +184,10 @@ def _chunks(f: Facts, path: str) -> Iterable[Chunk]:
     if path == "mapped":
         yield Chunk(whole, 0, f.pages)
     elif path == "staged":
-        for box in staged_boxes(f.spec, f.slot_bytes, _groups(f)):
+        for box in _boxes(f):
             nbytes = box_bytes(f.spec, box.layer_start, box.layer_stop, box.token_start, box.token_stop)
             yield from _by_pages(box, f.pages, max(1, f.slot_bytes // nbytes))
-    elif f.layerwise or path == "strided" and len(f.direct.merged()) > 1:
+    elif f.layerwise or (path == "strided" and len(f.direct.merged) > 1):
         for layer in range(f.spec.num_layers):
             yield Chunk(Box(layer, layer + 1, 0, tokens), 0, f.pages)
     else:
@@ -192,6 +199,10 @@ def _by_pages(box: Box, pages: int, most: int) -> Iterable[Chunk]:
         yield Chunk(box, first, min(most, pages - first))
 
 
+def _boxes(f: Facts) -> tuple[Box, ...]:
+    return staged_boxes(f.spec, f.slot_bytes, tuple(_groups(f)))
+
+
 def _groups(f: Facts) -> list[tuple[int, int]]:
     """Layers that may travel together. A layer-wise store can't wait for the next layer: each goes alone."""
     layers = f.spec.num_layers
@@ -200,9 +211,11 @@ def _groups(f: Facts) -> list[tuple[int, int]]:
     return layer_groups(layers) if f.direction == "load" else [(i, i + 1) for i in range(layers)]
 
 
-def staged_boxes(spec: KVSpec, slot_bytes: int, groups: Sequence[tuple[int, int]]) -> list[Box]:
+@lru_cache(maxsize=256)
+def staged_boxes(spec: KVSpec, slot_bytes: int, groups: tuple[tuple[int, int], ...]) -> tuple[Box, ...]:
     """The boxes that each group of layers is cut into to fit a ring slot: by layer first, then by token."""
-    tokens, boxes = spec.page_size, []
+    tokens = spec.page_size
+    boxes: list[Box] = []
     for start, stop in groups:
         at = start
         while at < stop:
@@ -214,21 +227,23 @@ def staged_boxes(spec: KVSpec, slot_bytes: int, groups: Sequence[tuple[int, int]
             else:
                 boxes += _token_boxes(spec, at, slot_bytes)
             at = end
-    return boxes
+    return tuple(boxes)
 
 
 def _token_boxes(spec: KVSpec, layer: int, slot_bytes: int) -> list[Box]:
+    # Powers of two, so that pages made of kernel blocks (16, 64 tokens) are cut between or within blocks, never across.
     tokens = spec.page_size
-    step = tokens // DIGEST_TOKENS * DIGEST_TOKENS or tokens
-    while step > DIGEST_TOKENS and box_bytes(spec, layer, layer + 1, 0, step) > slot_bytes:
-        step -= DIGEST_TOKENS
+    step = min(tokens, DIGEST_TOKENS)
+    while 2 * step <= tokens and box_bytes(spec, layer, layer + 1, 0, 2 * step) <= slot_bytes:
+        step *= 2
     return [Box(layer, layer + 1, t, min(t + step, tokens)) for t in range(0, tokens, step)]
 
 
-def _smallest_fits(f: Facts) -> bool:
-    return all(
-        box_bytes(f.spec, b.layer_start, b.layer_stop, b.token_start, b.token_stop) <= f.slot_bytes
-        for b in staged_boxes(f.spec, f.slot_bytes, _groups(f))
+def _largest_box(f: Facts) -> int:
+    """Bytes of the largest box that the pages are cut into: more than a slot where it can't be cut smaller."""
+    return max(
+        box_bytes(f.spec, b.layer_start, b.layer_stop, b.token_start, b.token_stop)
+        for b in _boxes(f)
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ class KVPool:
         self.name = name
         self.ledger = PageLedger(self.num_pages, f"{name} page")
         self._pages = Extents(self.num_pages, what=f"{name} page")
+        self._lock = threading.Lock()
         if streams is None:
             streams = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
         self.streams: list[Stream] = []
@@ -108,14 +110,17 @@ class KVPool:
 
     def allocate_pages(self, count: int) -> NDArray[np.int64]:
         """``count`` free page ids, in runs where it can; CapacityError when there are fewer."""
-        return self._pages.allocate(count)
+        with self._lock:
+            return self._pages.allocate(count)
 
     def free_pages(self, pages: Any, wait_s: float = 0.0) -> None:
         """Give pages back. A page under a transfer is waited for up to ``wait_s``, then OwnershipError; all or none."""
         ids = host_ids(pages, self.num_pages, f"{self.name} page", distinct=False)
-        self._pages.check(ids)
+        with self._lock:
+            self._pages.check(ids)
         self.ledger.require_free(ids, wait_s)
-        self._pages.free(ids)
+        with self._lock:
+            self._pages.free(ids)
 
     def require_free(self, pages: Any, wait_s: float = 0.0) -> None:
         """For owners with an allocator of their own: OwnershipError if a transfer still owns one of ``pages``."""

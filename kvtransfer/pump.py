@@ -56,13 +56,13 @@ class Pump:
         with self._changed:
             return [t.handle for t in (*self._queue, *self._flight)]
 
-    def close(self) -> None:
-        """End the thread once what is in flight is through."""
+    def close(self, wait: bool = True) -> None:
+        """End the thread once what is queued and in flight is through; ``wait`` for that."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
             thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
+        if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _add(self, append: object, transfer: Transfer) -> None:
@@ -78,6 +78,7 @@ class Pump:
     def _run(self) -> None:
         if self._shop.on_gpu:
             torch.cuda.set_device(self._shop.pool.device)
+            self._shop.lanes.copier.leave_captures_alone()
         nap = SHORTEST_NAP_S
         while True:
             with self._changed:
@@ -92,10 +93,13 @@ class Pump:
                     self._changed.wait(nap)
 
     def _submit(self) -> bool:
-        """Submit what the head of the queue may submit now; True if anything happened."""
+        """Submit what may be submitted now, in the order of the queue; True if anything happened."""
         moved = False
-        while self._queue:
-            head = self._queue[0]
+        for transfer in self._queued():
+            if self._stopped(transfer):
+                self._retire(transfer)
+                moved = True
+        while (head := self._head()) is not None:
             if self._stopped(head):
                 self._retire(head)
                 moved = True
@@ -118,9 +122,19 @@ class Pump:
             moved = True
         return moved
 
+    def _head(self) -> Transfer | None:
+        """The first of the queue that waits for no other transfer: one that does must not hold up the rest."""
+        return next((t for t in self._queued() if t.started or t.ready()), None)
+
+    def _queued(self) -> list[Transfer]:
+        with self._changed:
+            return list(self._queue)
+
     def _stopped(self, transfer: Transfer) -> bool:
         """Whether no more of it may be submitted: cancelled, failed or too late."""
         handle = transfer.handle
+        if handle.failed:
+            return True
         if handle.cancelled:
             handle.fail(TransferCancelled("the transfer was cancelled", _left(handle)))
             return True
@@ -135,39 +149,56 @@ class Pump:
             if transfer.started:
                 transfer.finish()
         with self._changed:
-            self._queue.popleft()
+            self._queue.remove(transfer)
             self._flight.append(transfer)
 
     def _acknowledge(self) -> bool:
         """End the transfers whose last event has passed; True if there were any."""
         ended = []
         for transfer in list(self._flight):
-            handle = transfer.handle
-            final = handle.final_event
-            if final is None and transfer.by_caller and not self._stopped_by_caller(transfer):
-                continue  # layer by layer: its caller is still submitting
-            if final is not None and not final.query():
-                if handle.expired() and not transfer.late:
-                    transfer.late = True
-                    handle.fail(
-                        DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle))
-                    )
-                    with self._shop.lock:
-                        transfer.force_flags()
-                continue
-            if any(not e.handle.done() for e in transfer.earlier):
-                continue  # its digests are compared with what an earlier transfer has yet to write down
-            ended.append(transfer)
+            try:
+                through = self._is_through(transfer)
+            except Exception as error:  # kept: an event that can't be asked (CUDA is lost) will not pass either
+                transfer.handle.fail(as_transfer_error(error))
+                through = True
+            if through:
+                ended.append(transfer)
         for transfer in ended:
             with self._changed:
                 self._flight.remove(transfer)
-            with self._shop.lock:
-                verdict = transfer.judge()
-            transfer.acknowledge(verdict)
+            self._end(transfer)
         if ended:
             with self._changed:
                 self._changed.notify_all()
         return bool(ended)
+
+    def _is_through(self, transfer: Transfer) -> bool:
+        """Whether nothing of it is in flight, and so it may end. Fails it at its deadline."""
+        handle = transfer.handle
+        final = handle.final_event
+        if final is None and transfer.by_caller and not self._stopped_by_caller(transfer):
+            return False  # layer by layer: its caller is still submitting
+        if final is not None and not final.query():
+            if handle.expired() and not transfer.late:
+                transfer.late = True
+                handle.fail(
+                    DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle))
+                )
+                with self._shop.lock:
+                    transfer.force_flags()
+            return False
+        # Its digests are compared with what an earlier transfer may have yet to write down.
+        return all(e.handle.done() for e in transfer.earlier)
+
+    def _end(self, transfer: Transfer) -> None:
+        """Judge and acknowledge. What goes wrong here is the transfer's error: its pages come free, others go on."""
+        verdict = None
+        try:
+            with self._shop.lock:
+                verdict = transfer.judge()
+        except Exception as error:  # kept: it is the transfer's error
+            transfer.handle.fail(as_transfer_error(error))
+        transfer.acknowledge(verdict)
 
     def _stopped_by_caller(self, transfer: Transfer) -> bool:
         """A layer-wise store whose caller gave up or ran out of time: close it with what it has submitted."""

@@ -21,7 +21,7 @@ from kvtransfer.kernels.coalesce import Box
 from kvtransfer.kernels.errors import KVTransferError, LayoutError, TransferError
 from kvtransfer.kernels.layout import box_bytes
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.lanes import CpuLanes, CudaLanes, Event
+from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.tiers.ledger import PageLedger
 from kvtransfer.workshop import Workshop
@@ -93,10 +93,17 @@ class Transfer(ABC):
         """Submit one chunk and tell the handle."""
         self.shop.lanes.owner = self.handle
         self._next += 1
+        self.handle.chunk_begun(chunk)
         self.handle.chunk_submitted(chunk, self.move(chunk))
 
     def finish(self) -> None:
-        """Everything that will be submitted has been: record the last event."""
+        """Everything that will be submitted has been: record the last event. An error on the way is the handle's."""
+        try:
+            self._finish()
+        except Exception as error:  # kept: it is the transfer's error
+            self.handle.fail(as_transfer_error(error))
+
+    def _finish(self) -> None:
         lanes = self.shop.lanes
         for lane in (self.copy_lane, self.kernel_lane):
             if lane != self.last_lane:
@@ -136,12 +143,15 @@ class Transfer(ABC):
     def acknowledge(self, verdict: Verdict | None) -> None:
         """Free the ids for others and tell the caller."""
         bad = np.asarray(verdict.bad_pages if verdict is not None else (), dtype=np.int64)
-        if verdict is None and not self.shop.on_gpu and self.handle.failed:
+        if self.handle.broken:
             # A step failed: the CPU's lanes passed the later events without moving anything.
             bad = np.flatnonzero(self.handle.states() == PageState.DONE)
         seconds = time.monotonic() - self._began if self.started else 0.0
-        if self._times is not None and self.handle.final_event is not None:
-            seconds = self._times[0].elapsed_time(self._times[1]) / 1e3
+        try:
+            if self._times is not None and self.handle.final_event is not None:
+                seconds = self._times[0].elapsed_time(self._times[1]) / 1e3
+        except RuntimeError as error:  # kept: CUDA is lost
+            self.handle.fail(as_transfer_error(error))
         for ledger in self.ledgers:
             ledger.release(self)
         self.earlier = []

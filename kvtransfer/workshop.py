@@ -75,7 +75,7 @@ class Workshop:
         ``kind``: "ring>pool", "pool>ring" (packed side at address 0, shifted at launch), "host>pool", "pool>host",
         "host>ring", "ring>host".
         """
-        key = (kind, box)
+        key = (kind, box, build)
         if key not in self.tables:
             self.tables[key] = self._make(kind, box, build)
         return self.tables[key]

