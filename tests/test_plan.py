@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from engine_helpers import DEEP, EVEN, HYBRID, TINY
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_helpers import DEEP, EVEN, HYBRID, TINY
 from kvtransfer.kernels.coalesce import Box, Side, coalesce
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import Layout, box_bytes, packed_box
@@ -184,13 +185,20 @@ def test_boxes_cover_every_byte_once_and_fit_where_they_can(spec: KVSpec, slot_b
         assert nbytes <= slot_bytes or uncut, "a box that could have been cut smaller"
 
 
-@given(SPECS, st.integers(0, 300), st.integers(1, 9000), st.booleans(), st.booleans(), st.sampled_from(["load", "store"]))
+@given(
+    SPECS, st.integers(0, 300), st.integers(1, 9000), st.booleans(), st.booleans(), st.sampled_from(["load", "store"])
+)
 @settings(max_examples=150, deadline=None)
 def test_chunks_cover_every_page_and_layer_once(
     spec: KVSpec, pages: int, slot_bytes: int, layerwise: bool, on_gpu: bool, direction: str
 ) -> None:
     case = replace(
-        facts(spec, direction=direction), pages=pages, runs=pages, slot_bytes=slot_bytes, layerwise=layerwise, on_gpu=on_gpu
+        facts(spec, direction=direction),
+        pages=pages,
+        runs=pages,
+        slot_bytes=slot_bytes,
+        layerwise=layerwise,
+        on_gpu=on_gpu,
     )
     rows = all_rows(spec)
     index = {row: at for at, row in enumerate(rows)}
@@ -231,7 +239,7 @@ def test_a_box_of_pages_with_blocks_is_cut_where_the_blocks_allow() -> None:
 def test_layer_groups_add_up_and_start_and_end_small(num_layers: int) -> None:
     groups = layer_groups(num_layers)
     assert groups[0][0] == 0 and groups[-1][1] == num_layers
-    assert all(a[1] == b[0] for a, b in zip(groups, groups[1:], strict=False))
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(groups))
     sizes = [stop - start for start, stop in groups]
     assert min(sizes) >= 1 and max(sizes) <= MAX_GROUP_LAYERS
     assert sizes[0] == 1 or num_layers == 1

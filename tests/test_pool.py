@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 import torch
-
 from engine_helpers import EVEN, HYBRID, LATENT, LIMIT_S, TINY, TOKEN, Guarded, component_bytes, fresh
+
 from kvtransfer.fifo import FifoStream
 from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError, OwnershipError, TransferError
 from kvtransfer.kernels.layout import Layout
@@ -78,7 +78,7 @@ def test_pools_by_name_need_a_spec_and_a_size() -> None:
 def test_buffers_that_do_not_fit_the_layout_are_refused() -> None:
     layout = Layout.named("sglang.layer_first", TINY, 4)
     buffers = [torch.zeros(n, dtype=torch.uint8) for n in layout.buffer_bytes]
-    with pytest.raises(LayoutError, match="buffers: expected 6 for sglang.layer_first, got 5"):
+    with pytest.raises(LayoutError, match=r"buffers: expected 6 for sglang.layer_first, got 5"):
         KVPool(layout, buffers[:-1])
     short = torch.zeros(layout.buffer_bytes[3] - 1, dtype=torch.uint8)
     with pytest.raises(LayoutError, match=f"buffer 3: expected at least {layout.buffer_bytes[3]} bytes .*, got "):

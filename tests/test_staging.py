@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from engine_helpers import LIMIT_S, Log
+
 from kvtransfer.fifo import FifoStream
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer
