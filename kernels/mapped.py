@@ -47,7 +47,7 @@ def mapped_kernel(
     values = fetch_tile(
         table, first, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
     )  # fmt: skip
-    for layer in range(0, num_layers):
+    for layer in range(num_layers):
         for entry in range(tl.load(layer_rows + layer), tl.load(layer_rows + layer + 1)):
             row = table + entry * COLUMNS
             tiles = count_tiles(row, pages, PAGES, LANES, SCALE)

@@ -56,6 +56,13 @@ class KVSpec:
             if len(set(names)) != len(names):
                 raise LayoutError(f"layer {number}: expected distinct component names, got {names}")
 
+    def __hash__(self) -> int:
+        return self._hash  # specs are keys of caches on the way of every transfer
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.page_size, self.layers))
+
     @classmethod
     def uniform(cls, num_layers: int, page_size: int, components: Iterable[Component]) -> KVSpec:
         """Every layer holds the same components."""

@@ -1,8 +1,8 @@
 """The kernels' view of a geometry: one row of 64-bit numbers an entry, addresses resolved.
 
-Row: source address, destination address, source page stride, destination page stride, bytes of a unit, layer,
+Row: source address, destination address, source page stride, destination page stride, length of a unit, layer,
 digest position of its first word, then for each loop (extent, source stride, destination stride), innermost
-first. Strides are in units of the geometry's alignment, so that the compiler knows how far each address is
+first. Strides and length are in units of the geometry's alignment, so that the compiler knows how far each address is
 aligned.
 """
 

@@ -93,10 +93,10 @@ class TransferHandle:
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
         layers = pool.spec.num_layers
-        self._chunks_left = [0] * layers  # chunks of the layer not yet submitted
+        left = np.zeros(layers, dtype=np.int64)
         for chunk in plan.chunks:
-            for layer in range(chunk.box.layer_start, chunk.box.layer_stop):
-                self._chunks_left[layer] += 1
+            left[chunk.box.layer_start : chunk.box.layer_stop] += 1
+        self._chunks_left: list[int] = left.tolist()  # chunks of the layer not yet submitted
         self._layer_event: list[Event | None] = [None] * layers
         self._begun: list[Chunk] = []  # chunks of which something may have been enqueued
         self._submitted: list[tuple[Chunk, Event]] = []

@@ -262,7 +262,7 @@ def count_runs(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
     """Runs in which both id lists go up by one together."""
     if a.size == 0:
         return 0
-    return 1 + int(((np.diff(a) != 1) | (np.diff(b) != 1)).sum())
+    return 1 + int(np.count_nonzero((a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)))
 
 
 def runs_of(a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[tuple[int, int]]:

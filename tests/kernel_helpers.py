@@ -423,6 +423,14 @@ def check_copy(
         np.testing.assert_array_equal(digests, box_digests(content[src_ids], spec, Box.whole(spec)))
 
 
+def check_round(kernel: str, pool: Memory, store: Memory, rng: np.random.Generator, tile_bytes: int = 4096) -> None:
+    """Each kernel on its own errand: relayout gathers from the pool, mapped fills it, the reference does both."""
+    if kernel != "mapped":
+        check_copy(kernel, pool, store, rng, tile_bytes=tile_bytes)
+    if kernel != "relayout":
+        check_copy(kernel, store, pool, rng, tile_bytes=tile_bytes)
+
+
 def box_columns(spec: KVSpec, box: Box) -> Numbers:
     """Offsets in the page-first page of the bytes of a box, in the order in which a packed box holds them."""
     out: list[Numbers] = []

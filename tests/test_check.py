@@ -1,4 +1,4 @@
-"""Page ids at the door: refused on the CPU before anything is touched; on the GPU by a status word that gates writes."""
+"""Page ids at the door: refused on the CPU before anything is touched, on the GPU by a status that gates writes."""
 
 from __future__ import annotations
 
@@ -113,11 +113,11 @@ def test_ids_may_repeat_where_they_are_only_read() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(2, 2, dtype=torch.int64), "expected a contiguous int32 or int64 vector, got (2, 2) of torch.int64"),
-        (torch.zeros((), dtype=torch.int64), "expected a contiguous int32 or int64 vector, got () of torch.int64"),
-        (torch.zeros(2), "expected a contiguous int32 or int64 vector, got (2,) of torch.float32"),
-        (torch.zeros(2, dtype=torch.int16), "expected a contiguous int32 or int64 vector, got (2,) of torch.int16"),
-        (torch.zeros(8, dtype=torch.int64)[::2], "expected a contiguous int32 or int64 vector, got (4,) of torch.int64"),
+        (torch.zeros(2, 2, dtype=torch.int64), "contiguous int32 or int64 vector, got (2, 2) of torch.int64"),
+        (torch.zeros((), dtype=torch.int64), "contiguous int32 or int64 vector, got () of torch.int64"),
+        (torch.zeros(2), "contiguous int32 or int64 vector, got (2,) of torch.float32"),
+        (torch.zeros(2, dtype=torch.int16), "contiguous int32 or int64 vector, got (2,) of torch.int16"),
+        (torch.zeros(8, dtype=torch.int64)[::2], "contiguous int32 or int64 vector, got (4,) of torch.int64"),
         (torch.zeros(2, dtype=torch.int64, device="meta"), "expected them on cpu, got meta"),
     ],
 )
@@ -216,7 +216,9 @@ def test_explain_status() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["relayout", "mapped"])
-@pytest.mark.parametrize(("ids", "good"), [([2, 0, 1], True), ([2, 0, 2], False), ([0, 3, 1], False), ([1, -1, 2], False)])
+@pytest.mark.parametrize(
+    ("ids", "good"), [([2, 0, 1], True), ([2, 0, 2], False), ([0, 3, 1], False), ([1, -1, 2], False)]
+)
 def test_bad_ids_on_the_device_write_nothing(kernel: str, ids: list[int], good: bool) -> None:
     """The whole way: check, then a copy gated by its status, without a look at it in between."""
     rng = fresh_generator()
@@ -260,6 +262,7 @@ def test_ids_far_outside_do_not_reach_memory() -> None:
     code = f"import os, sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]\n"
     if DEVICE.type == "cpu":
         code += "os.environ['TRITON_INTERPRET'] = '1'\n"
-    done = subprocess.run([sys.executable, "-c", code + FAR_IDS], capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-c", code + FAR_IDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     assert "survived" in done.stdout

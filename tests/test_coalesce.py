@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -140,7 +141,7 @@ def check_geometry(g: Geometry, src: Memory, dst: Memory, order: str) -> None:
         assert (np.diff(upwards) > 0).all()
         # nothing that continues on both sides is left apart
         loops = (*e.loops, (e.piece_bytes, 1, 1)) if e.piece_bytes > 1 else e.loops
-        for (_, s, d), (extent, s_in, d_in) in zip(loops, loops[1:], strict=False):
+        for (_, s, d), (extent, s_in, d_in) in itertools.pairwise(loops):
             assert (s, d) != (extent * s_in, extent * d_in)
 
 

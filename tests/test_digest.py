@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -117,7 +119,7 @@ def test_boxes_add_up_to_the_page() -> None:
     for cuts in ([0, 12], [0, 4, 12], [0, 4, 8, 12]):
         total = np.zeros((3, 2), dtype=np.uint64)
         for layer in range(2):
-            for start, stop in zip(cuts, cuts[1:], strict=False):
+            for start, stop in itertools.pairwise(cuts):
                 box = Box(layer, layer + 1, start, stop)
                 total += box_digests(pages[:, box_columns(spec, box)], spec, box)
         np.testing.assert_array_equal(total, page_digests(pages, spec))
@@ -196,7 +198,8 @@ def test_every_single_bit_shows() -> None:
 
 def test_pages_of_one_value_are_told_apart_by_length_and_position() -> None:
     """Zeros are the common stale content: pages of zeros of other lengths, components or layers must not agree."""
-    specs = [KVSpec.mla(1, n, 8) for n in (1, 2, 3)] + [KVSpec.uniform(1, 1, [Component("k", 1, 8), Component("v", 1, 8)])]
+    specs = [KVSpec.mla(1, n, 8) for n in (1, 2, 3)]
+    specs.append(KVSpec.uniform(1, 1, [Component("k", 1, 8), Component("v", 1, 8)]))
     digests = [int(page_digests(np.zeros((1, s.page_bytes), np.uint8), s)[0, 0]) for s in specs]
     assert len(set(digests)) == len(digests)
 

@@ -1,4 +1,4 @@
-"""Layouts say where bytes lie: against a naive model, against the engines' own tensors; every refusal with its message."""
+"""Layouts say where bytes lie: against a naive model and the engines' own tensors; every refusal with its message."""
 
 from __future__ import annotations
 
@@ -592,7 +592,7 @@ def two_views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @given(two_views())
 @settings(deadline=None, max_examples=300)
 def test_overlap_is_what_a_count_of_addresses_says(views: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Refused at least where two bytes share an address. One part alone is held to nested strides, which is stricter."""
+    """Refused wherever two bytes share an address. One part alone is held to nested strides, which is stricter."""
     taken = np.concatenate([np.arange(400)[v.storage_offset() :][_positions(v)].reshape(-1) for v in views])
     shared = np.unique(taken).size < taken.size
     try:

@@ -23,7 +23,7 @@ from kvtransfer.kernels.mapped import mapped_copy, release
 from kvtransfer.kernels.spec import Component, KVSpec
 from kvtransfer.kernels.table import CopyTable
 
-SPEC = KVSpec.attention(3, 4, kv_heads=2, head_dim=8, itemsize=2)
+SPEC = KVSpec.mla(3, 4, 24)
 
 
 def zeros(n: int) -> torch.Tensor:
@@ -41,12 +41,12 @@ def load_table(src: Memory, dst: Memory, box: Box | None = None, tile_bytes: int
 def test_every_cta_takes_its_share_and_raises_every_flag(ctas: int, tile_bytes: int) -> None:
     """More CTAs than tiles, fewer, and tiles of several pages; flags lie between others that stay as they are."""
     rng = fresh_generator()
-    src, dst = page_first_memory(SPEC, 5, rng), ready_memory("sglang.layer_first", SPEC, 6, rng)
-    src_ids, dst_ids = random_ids(rng, 5, 5), random_ids(rng, 5, 6)
+    src, dst = page_first_memory(SPEC, 4, rng), ready_memory("sglang.layer_first", SPEC, 6, rng)
+    src_ids, dst_ids = random_ids(rng, 4, 4), random_ids(rng, 4, 6)
     flags = torch.full((5,), 40, dtype=torch.int32, device=DEVICE)
-    digests = torch.zeros(5, 3, dtype=torch.int64, device=DEVICE)
+    digests = torch.zeros(4, 3, dtype=torch.int64, device=DEVICE)
     table = load_table(src, dst, tile_bytes=tile_bytes)
-    mapped_copy(table, 5, flags[1:4], ctas, src_ids=on_device(src_ids), dst_ids=on_device(dst_ids), digests=digests)
+    mapped_copy(table, 4, flags[1:4], ctas, src_ids=on_device(src_ids), dst_ids=on_device(dst_ids), digests=digests)
     wanted = dst.original_pages()
     wanted[dst_ids] = src.original_pages()[src_ids]
     dst.expect_pages(wanted)

@@ -36,7 +36,6 @@ class PageLedger:
         self.count = count
         self.what = what
         self._changed = threading.Condition()
-        self._holders = np.zeros(count, dtype=np.int32)  # transfers in flight that touch the id
         self._last_ticket = np.zeros(count, dtype=np.int64)  # the last transfer that claimed the id
         self._open: dict[int, tuple[Owner, Ids | slice]] = {}
         self._tickets: dict[int, list[int]] = {}  # id(owner) -> its tickets
@@ -52,13 +51,13 @@ class PageLedger:
         every: Ids | slice = slice(None) if ids is None else ids
         with self._changed:
             before = self._last_ticket[every]
-            recent = before[before >= self._oldest_open]
-            tickets = np.unique(recent).tolist() if recent.size else []
-            earlier = [self._open[t][0] for t in tickets if t in self._open and self._open[t][0] is not owner]
+            earlier: list[Owner] = []
+            if before.size and int(before.max()) >= self._oldest_open:  # most calls touch nothing in flight
+                tickets = np.unique(before[before >= self._oldest_open]).tolist()
+                earlier = [self._open[t][0] for t in tickets if t in self._open and self._open[t][0] is not owner]
             ticket = self._next
             self._next += 1
             self._last_ticket[every] = ticket
-            self._holders[every] += 1
             self._open[ticket] = (owner, every)
             self._tickets.setdefault(id(owner), []).append(ticket)
             return earlier
@@ -67,15 +66,14 @@ class PageLedger:
         """``owner`` is acknowledged: its ids may be freed. Releasing what was never claimed is a no-op."""
         with self._changed:
             for ticket in self._tickets.pop(id(owner), ()):
-                _, ids = self._open.pop(ticket)
-                self._holders[ids] -= 1
+                del self._open[ticket]
             self._oldest_open = min(self._open, default=self._next)
             self._changed.notify_all()
 
     def busy(self, ids: Ids) -> NDArray[np.bool_]:
         """For each id, whether a transfer in flight touches it."""
         with self._changed:
-            return np.asarray(self._holders[ids] > 0)
+            return self._owned()[ids]
 
     def any_busy(self) -> bool:
         """Whether any transfer is in flight here."""
@@ -86,12 +84,19 @@ class PageLedger:
         """Block until no transfer touches ``ids`` or the time is up; True if they are free."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while bool((self._holders[ids] > 0).any()):
+            while bool(self._owned()[ids].any()):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     return False
                 self._changed.wait(left)
             return True
+
+    def _owned(self) -> NDArray[np.bool_]:
+        """[count] which ids are under a transfer. Made when somebody frees, so that claiming costs nothing for it."""
+        owned = np.zeros(self.count, dtype=np.bool_)
+        for _, ids in self._open.values():
+            owned[ids] = True
+        return owned
 
     def require_free(self, ids: Ids, wait_s: float) -> None:
         """`wait_free`, or an OwnershipError that names the ids a transfer still owns."""
