@@ -408,7 +408,8 @@ class TransferHandle:
         assert isinstance(consumer, torch.cuda.Stream)
         flags = self._flags
         if flags is not None and layer is not None:
-            flags.copier.wait_value(consumer.cuda_stream, flags.address + 4 * layer, flags.target)
+            with torch.cuda.device(self._pool.device):  # the default stream's handle is 0 on every device
+                flags.copier.wait_value(consumer.cuda_stream, flags.address + 4 * layer, flags.target)
         else:
             consumer.wait_event(event)
 

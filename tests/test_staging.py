@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from engine_helpers import LIMIT_S, Log
+from engine_helpers import EVEN, LIMIT_S, TINY, WIDE, Log, make_rig, until
 
-from kvtransfer.fifo import FifoStream
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.fifo import Delays, FifoStream
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded
 from kvtransfer.kernels.events import Observer
-from kvtransfer.staging import SLOT_ALIGNMENT, SLOTS, StagingRing
+from kvtransfer.staging import SLOT_ALIGNMENT, SLOTS, RingSlot, StagingRing
 
 CPU = torch.device("cpu")
 
@@ -83,3 +84,94 @@ def test_no_memory_means_no_ring_and_is_said(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_ring_was_asked_for() -> None:
     log = Log()
     assert StagingRing.create(CPU, 0, log) is None and not log.fallbacks
+
+
+def test_an_engine_without_a_ring_says_so_and_refuses_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: StagingRing, device: torch.device, staging_bytes: int) -> None:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    log = Log()
+    with monkeypatch.context() as patch:
+        patch.setattr(StagingRing, "__init__", refuse)
+        rig = make_rig(path="staged", staging_bytes=12_288, observer=log)
+    assert [what for what, _ in log.fallbacks] == ["staging"]
+    with pytest.raises(ConfigError, match="path 'staged' can't carry this load: there is no staging ring"):
+        rig.engine.load([1], [2])
+    rows = rig.slots([1])
+    rig.engine.load([1], [2], path="auto").result(LIMIT_S)
+    assert np.array_equal(rig.side.pages([2]), rows)
+    rig.close()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_slot_is_not_filled_again_before_it_was_emptied(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten chunks through three slots while the copies out of the ring are held back."""
+    if not guarded:
+
+        def forget(self: StagingRing, slot: RingSlot, free: object) -> None:
+            slot.taken, slot.free = False, None
+
+        monkeypatch.setattr(StagingRing, "give", forget)
+    delays = Delays()
+    gate = delays.gate("copy_out")
+    rig = make_rig("sglang.layer_first", EVEN, delays=delays, path="staged", staging_bytes=SLOTS * SLOT_ALIGNMENT)
+    want = rig.side.pages(range(10))
+    handle = rig.engine.store(range(10), range(10))
+    assert len(handle.plan.chunks) == 10
+    if guarded:
+        until(lambda: len(handle._submitted) == SLOTS)
+    else:
+        until(lambda: handle.fully_submitted)
+        rig.engine._shop.lanes.streams["gather"].synchronize(LIMIT_S)  # type: ignore[union-attr]
+    gate.set()
+    handle.result(LIMIT_S)
+    assert np.array_equal(rig.slots(range(10)), want) == guarded
+    rig.close()
+
+
+def test_engines_share_a_ring_and_nobody_starves() -> None:
+    ring = StagingRing(CPU, SLOTS * SLOT_ALIGNMENT)
+    gate = threading.Event()
+    held = make_rig("sglang.layer_first", EVEN, delays=Delays({"copy_out": gate}), path="staged", staging_bytes=ring)
+    other = make_rig("vllm.LBNHC", WIDE, path="staged", staging_bytes=ring)
+    kept = held.side.pages(range(12))
+    store = held.engine.store(range(12), range(12))
+    until(lambda: len(store._submitted) == SLOTS)  # the ring is full of a transfer that does not move
+    rows = other.slots([3, 4])
+    load = other.engine.load([3, 4], [1, 2], layerwise=True)
+    with pytest.raises(DeadlineExceeded):
+        load.result(0.01)
+    gate.set()
+    load.result(LIMIT_S)
+    store.result(LIMIT_S)
+    assert np.array_equal(other.side.pages([1, 2]), rows) and np.array_equal(held.slots(range(12)), kept)
+    other.close()
+    held.close()
+
+
+def test_shared_by_threads_that_all_use_it_at_once() -> None:
+    ring = StagingRing(CPU, SLOTS * SLOT_ALIGNMENT)
+    rigs = [make_rig(n, s, path="staged", staging_bytes=ring) for n, s in (("page_first", WIDE), ("vllm.LBHNC", TINY))]
+    wants = [rig.slots(range(16)) for rig in rigs]
+    errors: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rig, want = rigs[number], wants[number]
+        try:
+            for _ in range(5):
+                rig.engine.load(range(16), range(15, -1, -1)).result(LIMIT_S)
+                assert np.array_equal(rig.side.pages(range(15, -1, -1)), want)
+                rig.engine.store(range(15, -1, -1), range(16), layerwise=False).result(LIMIT_S)
+                assert np.array_equal(rig.slots(range(16)), want)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(LIMIT_S)
+    assert not errors
+    for rig in rigs:
+        rig.close()
