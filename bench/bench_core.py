@@ -64,7 +64,7 @@ def large_copy(direction: str, nbytes: int, repeats: int) -> float:
             b.record()
         b.synchronize()
         times.append(a.elapsed_time(b) / 1e3)
-    return nbytes / statistics.median(times[1:]) / 1e9
+    return float(nbytes / statistics.median(times[1:]) / 1e9)
 
 
 class Setup:
@@ -211,7 +211,9 @@ def main() -> int:
         held.add_row(key, *(f"{times[c]:.2f}" for c in ("load", "store", "load layer-wise")))
     out.print(held)
     if args.json:
-        args.json.write_text(json.dumps({"limits_gbps": limits, "rows": [asdict(r) for r in rows], "calls_ms": calls}, indent=1))
+        args.json.write_text(
+            json.dumps({"limits_gbps": limits, "rows": [asdict(r) for r in rows], "calls_ms": calls}, indent=1)
+        )
     return 0 if all(r.exact for r in rows) else 1
 
 

@@ -57,7 +57,8 @@ def mapped_kernel(
                 last = tile + step >= tiles
                 ahead = fetch_tile(
                     table + tl.where(last, following, entry) * COLUMNS, tl.where(last, first, tile + step), src_shift,
-                    src_ids, src_first, tl.where(last, pages_after, pages), PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
+                    src_ids, src_first, tl.where(last, pages_after, pages),
+                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
                 )  # fmt: skip
                 finish_tile(
                     values, row, tile, dst_shift, dst_ids, dst_first, pages, digests, digest_layers,

@@ -68,7 +68,10 @@ def tile_pages(tile, unit, PAGES: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def side_pointers(base, page_stride, ids, first, page, live, offsets, IDS: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr):  # fmt: skip
+def side_pointers(
+    base, page_stride, ids, first, page, live, offsets,
+    IDS: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr,
+):  # fmt: skip
     """Pointers [PAGES, LANES] of one side of a tile: page ids, or the page numbers themselves."""
     if IDS:
         at = tl.load(ids + first + page, mask=live, other=0).to(tl.int64)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtransfer.engine import TransferEngine
     from kvtransfer.fifo import FifoStream
-    from kvtransfer.handles import TransferHandle, TransferResult, Verdict
+    from kvtransfer.handles import PageState, TransferHandle, TransferResult, Verdict
     from kvtransfer.hooks import layerwise
     from kvtransfer.kernels.errors import (
         CapacityError,
@@ -51,6 +51,7 @@ __all__ = [
     "LayoutError",
     "Observer",
     "OwnershipError",
+    "PageState",
     "Plan",
     "RecordError",
     "TierError",
@@ -67,7 +68,7 @@ __all__ = [
 _MODULES = {
     "kvtransfer.engine": ("TransferEngine",),
     "kvtransfer.fifo": ("FifoStream",),
-    "kvtransfer.handles": ("TransferHandle", "TransferResult", "Verdict"),
+    "kvtransfer.handles": ("PageState", "TransferHandle", "TransferResult", "Verdict"),
     "kvtransfer.hooks": ("layerwise",),
     "kvtransfer.kernels.errors": (
         "CapacityError",

@@ -241,10 +241,7 @@ def _token_boxes(spec: KVSpec, layer: int, slot_bytes: int) -> list[Box]:
 
 def _largest_box(f: Facts) -> int:
     """Bytes of the largest box that the pages are cut into: more than a slot where it can't be cut smaller."""
-    return max(
-        box_bytes(f.spec, b.layer_start, b.layer_stop, b.token_start, b.token_stop)
-        for b in _boxes(f)
-    )
+    return max(box_bytes(f.spec, b.layer_start, b.layer_stop, b.token_start, b.token_stop) for b in _boxes(f))
 
 
 def layer_groups(num_layers: int, most: int = MAX_GROUP_LAYERS) -> list[tuple[int, int]]:

@@ -52,7 +52,7 @@ DEEP = KVSpec.attention(num_layers=9, page_size=3, kv_heads=1, head_dim=5, items
 WIDE = KVSpec.attention(num_layers=2, page_size=20, kv_heads=2, head_dim=64, itemsize=2)  # a layer fills 10,240 bytes
 
 
-def until(condition: Callable[[], bool], what: str = "condition") -> None:
+def until(condition: Callable[[], object], what: str = "condition") -> None:
     """Hold the test until ``condition()``; fail after `LIMIT_S`."""
     end = time.monotonic() + LIMIT_S
     while not condition():
@@ -82,7 +82,8 @@ def component_bytes(layout: Layout, buffers: Sequence[Bytes], layer: int, compon
     """The bytes of one component of some pages, uint8 [n, bytes], a copy."""
     place = layout.placements[layer][component]
     at = byte_offsets(place)[None, :] + pages[:, None] * place.page_stride
-    return buffers[place.buffer][at]
+    out: Bytes = buffers[place.buffer][at]
+    return out
 
 
 def page_bytes(layout: Layout, buffers: Sequence[Bytes], pages: Ids) -> Bytes:

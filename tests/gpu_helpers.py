@@ -72,10 +72,10 @@ def make_rig(
 ) -> Rig:
     """See `Rig`. ``chunk_bytes`` is the largest registration of the slab."""
     declared = Layout.named(layout, spec, pages)
-    whole = [
-        torch.randint(0, 256, (n + 2 * GUARD,), dtype=torch.uint8, device=device) for n in declared.buffer_bytes
-    ]
-    pool = KVPool(declared, [w[GUARD : GUARD + n] for w, n in zip(whole, declared.buffer_bytes, strict=True)], streams=streams)
+    whole = [torch.randint(0, 256, (n + 2 * GUARD,), dtype=torch.uint8, device=device) for n in declared.buffer_bytes]
+    pool = KVPool(
+        declared, [w[GUARD : GUARD + n] for w, n in zip(whole, declared.buffer_bytes, strict=True)], streams=streams
+    )
     host = HostTier(spec, capacity_pages=slots, device=device, chunk_bytes=chunk_bytes)
     engine = TransferEngine(pool, host, staging_bytes=staging_bytes, path=path, verify=verify)
     torch.cuda.synchronize(pool.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device(
 GUARD_BYTES = 256
 KERNELS = ("relayout", "mapped", "reference")
 WARPS = 4
-CTAS = 3
+CTAS = 2
 
 Bytes = NDArray[np.uint8]
 Numbers = NDArray[np.int64]
@@ -200,7 +200,7 @@ def grouped(axes: str) -> list[list[str]]:
     return [g.strip("()").split() for g in re.findall(r"\([^()]*\)|\w+", axes)]
 
 
-def sized(axes: str, sizes: dict[str, Sequence[int]], element: int) -> tuple[list[int], Nest]:
+def sized(axes: str, sizes: Mapping[str, Sequence[int]], element: int) -> tuple[list[int], Nest]:
     """(shape, nest) of a tensor: ``sizes`` gives the extents of each word in the order in which it occurs."""
     left = {word: list(extents) for word, extents in sizes.items()}
     shape, nest = [], []
@@ -216,7 +216,7 @@ class Plan:
     """One tensor to make: axes with the extents of their words; ``pad`` elements are added to some tensor axes."""
 
     axes: str
-    sizes: dict[str, Sequence[int]]
+    sizes: Mapping[str, Sequence[int]]
     names: Sequence[str]
     layers: Sequence[int]
     dtype: torch.dtype = torch.uint8

@@ -145,7 +145,7 @@ def check_geometry(g: Geometry, src: Memory, dst: Memory, order: str) -> None:
             assert (s, d) != (extent * s_in, extent * d_in)
 
 
-def factors(n: int) -> list[tuple[int, int]]:
+def factors(n: int) -> list[tuple[int, ...]]:
     return [(a, n // a) for a in range(2, n) if n % a == 0]
 
 
@@ -169,9 +169,8 @@ def plans(draw: st.DrawFn, spec: KVSpec, num_pages: int, element: int) -> list[P
             if form == "kv":
                 sizes["kv"] = [len(chosen)]
             for word in ("token", "head"):
-                choices = factors(sizes[word][0])
-                if choices and draw(st.booleans()):
-                    sizes[word] = list(draw(st.sampled_from(choices)))
+                whole = (sizes[word][0],)
+                sizes[word] = list(draw(st.sampled_from([whole, whole, *factors(sizes[word][0])])))
             words = draw(st.permutations([word for word, extents in sizes.items() for _ in extents]))
             groups: list[list[str]] = []
             for word in words:

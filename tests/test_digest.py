@@ -84,15 +84,15 @@ def test_golden_value() -> None:
 
 
 @pytest.mark.parametrize("misalign", [0, 8, 4, 2, 1])
-@pytest.mark.parametrize("tile_bytes", [128, 4096])
-def test_kernel_gives_the_same_value_in_words_of_every_width(misalign: int, tile_bytes: int) -> None:
+def test_kernel_gives_the_same_value_in_words_of_every_width(misalign: int) -> None:
+    """Over several tiles a page, and several pages a tile."""
     rng = fresh_generator()
     spec = KVSpec.uniform(1, 3, [Component("k", 2, 24), Component("v", 1, 32)])
     memory = page_first_memory(spec, 3, rng, misalign=misalign)
-    np.testing.assert_array_equal(on_the_device(memory, tile_bytes), page_digests(memory.original_pages(), spec))
+    np.testing.assert_array_equal(on_the_device(memory, 256), page_digests(memory.original_pages(), spec))
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5, 6, 7, 9, 12, 13, 20, 31])
+@pytest.mark.parametrize("width", [1, 2, 3, 7, 12, 13, 31])
 def test_kernel_pads_odd_widths_as_the_reference_does(width: int) -> None:
     rng = fresh_generator()
     spec = KVSpec.uniform(2, 3, [Component("k", 1, width), Component("v", 3, width)])
@@ -123,6 +123,26 @@ def test_boxes_add_up_to_the_page() -> None:
                 box = Box(layer, layer + 1, start, stop)
                 total += box_digests(pages[:, box_columns(spec, box)], spec, box)
         np.testing.assert_array_equal(total, page_digests(pages, spec))
+
+
+@pytest.mark.parametrize(("count", "width"), [(3000, 24), (5000, 3), (3, 200_004)])
+def test_many_pages_and_large_ones_are_those_of_each_alone(count: int, width: int) -> None:
+    rng = fresh_generator()
+    spec = KVSpec(1, ((Component("k", 1, width), Component("v", 1, 8)),))
+    pages = rng.integers(0, 256, (count, spec.page_bytes), dtype=np.uint8)
+    digests = page_digests(pages, spec)
+    assert digests.shape == (count, 1)
+    for page in {0, 1, count - 1, *rng.integers(0, count, 20).tolist()}:
+        np.testing.assert_array_equal(digests[page], page_digests(pages[page : page + 1], spec)[0])
+    for page in (0, count - 1) if width < 100 else ():
+        assert digests[page].tolist() == digest_by_hand(pages[page].tobytes(), spec)
+
+
+def test_pages_may_be_a_strided_view() -> None:
+    """As a slab hands them out: rows with a trailer between them."""
+    rows = fresh_generator().integers(0, 256, (5, ODD.page_bytes + 37), dtype=np.uint8)
+    view = rows[::2, 5 : 5 + ODD.page_bytes]
+    np.testing.assert_array_equal(page_digests(view, ODD), page_digests(view.copy(), ODD))
 
 
 def test_box_that_starts_inside_a_word_is_refused() -> None:
@@ -169,8 +189,7 @@ def test_what_is_swapped_shows_in_its_layers_alone(what: str) -> None:
     page = rng.permutation(256).astype(np.uint8)  # no two bytes of a layer alike
     page = np.concatenate([page, rng.permutation(page)])
     a, b, layers = CHANGES[what]
-    memory.fill(page[None])
-    before = on_the_device(memory)
+    before = page_digests(page[None], SPEC)
     memory.fill(swapped(a, b, page)[None])
     after = on_the_device(memory)
     assert np.flatnonzero(before[0] != after[0]).tolist() == layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from engine_helpers import (
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.fifo import Delays, FifoStream
+from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.coalesce import Box
 from kvtransfer.kernels.digest import page_digests
 from kvtransfer.kernels.errors import ConfigError, KVTransferError, LayoutError, TransferError
@@ -208,7 +210,8 @@ def test_no_pages_are_a_transfer_that_has_ended() -> None:
     log = Log()
     with FifoStream("compute") as compute:
         rig = make_rig(streams=[compute], observer=log)
-        before, seen = rig.side.snapshot(), []
+        before = rig.side.snapshot()
+        seen: list[TransferHandle] = []
         store = rig.engine.store([], [], layerwise=True)
         for handle in (rig.engine.load([], []), rig.engine.load((), np.empty(0), layerwise=True), store):
             assert handle.done() and handle.result(0).total_bytes == 0 and handle.result(0).gbps == 0
@@ -453,7 +456,8 @@ def test_slots_that_are_not_ready_are_refused(monkeypatch: pytest.MonkeyPatch) -
     rig = make_rig()
     monkeypatch.setattr(HostTier, "ready_slots", property(lambda self: 9))
     rig.engine.load([8], [0]).result(LIMIT_S)
-    for call in (lambda: rig.engine.load([2, 9], [0, 1]), lambda: rig.engine.store([0], [15])):
+    calls: list[Callable[[], object]] = [lambda: rig.engine.load([2, 9], [0, 1]), lambda: rig.engine.store([0], [15])]
+    for call in calls:
         with pytest.raises(LayoutError, match="host slot ids: expected slots that are ready, 0 to 8"):
             call()
     monkeypatch.undo()
@@ -464,14 +468,15 @@ def test_a_closed_engine_takes_nothing() -> None:
     rig = make_rig()
     rig.engine.close()
     before = rig.side.snapshot()
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: rig.engine.load([0], [0]),
         lambda: rig.engine.load([0], [0], layerwise=True),
         lambda: rig.engine.store([0], [0]),
         lambda: rig.engine.store([0], [0], layerwise=True),
         lambda: rig.engine.load([], []),
         lambda: rig.engine.copy([0], rig.pool, [1]),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(TransferError, match="the engine is closed"):
             call()
     assert not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy()

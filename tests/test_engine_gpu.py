@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -54,7 +55,9 @@ def round_trip(rig: Rig, path: str | None, layerwise: bool, seed: int) -> None:
     others = np.setdiff1d(np.arange(rig.host.num_slots), slots)
     rows = rig.host.payload.view(-1, rig.host.slot_bytes)
     assert torch.equal(rows[others], padding.view(-1, rig.host.slot_bytes)[others])
-    assert torch.equal(rows[:, rig.pool.spec.page_bytes :], padding.view(-1, rig.host.slot_bytes)[:, rig.pool.spec.page_bytes :])
+    assert torch.equal(
+        rows[:, rig.pool.spec.page_bytes :], padding.view(-1, rig.host.slot_bytes)[:, rig.pool.spec.page_bytes :]
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, rig.whole, strict=True)), "a store wrote to the pool"
 
     into = shuffled(count, rig.pool.num_pages, seed + 2)
@@ -158,13 +161,14 @@ def test_page_ids_in_gpu_tensors(dtype: torch.dtype, path: str) -> None:
 def test_bad_ids_on_the_cpu_raise_at_the_call() -> None:
     rig = make_rig("sglang.layer_first", SPECS["gqa-16"], pages=16, slots=16)
     try:
-        for call in (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: rig.engine.load([0, 1], [3, 16]),
             lambda: rig.engine.load([0, 1], [3, 3]),
             lambda: rig.engine.store([0, 1], [5, 5]),
             lambda: rig.engine.store([0, 1], [5, 16]),
             lambda: rig.engine.load([0, 1], torch.zeros(2, 2, dtype=torch.int64, device="cuda")),
-        ):
+        )
+        for call in calls:
             with pytest.raises(LayoutError, match="expected"):
                 call()
     finally:

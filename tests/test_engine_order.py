@@ -91,7 +91,8 @@ def test_a_load_waits_for_the_work_that_still_uses_its_pages(
             without_fences(monkeypatch, rig)
         for _ in range(10):
             pages, slots = rig.rng.permutation(16)[:3], rig.rng.permutation(16)[:3]
-            new, old, seen = rig.fill_slots(slots), rig.side.pages(pages), []
+            new, old = rig.fill_slots(slots), rig.side.pages(pages)
+            seen: list[Bytes] = []
 
             def use(pages: Any = pages, seen: list[Bytes] = seen) -> None:
                 seen.append(rig.side.pages(pages))

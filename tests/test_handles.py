@@ -104,7 +104,14 @@ def test_waiting_for_a_layer_that_was_not_submitted_holds_the_caller() -> None:
     want = rig.side.pages([15])
     store, load = blocked_handle(rig)
     waited: list[int] = []
-    consumer = started(lambda: (load.wait_layer(1), waited.append(1), load.wait_all(), waited.append(2)))
+
+    def wait() -> None:
+        load.wait_layer(1)
+        waited.append(1)
+        load.wait_all()
+        waited.append(2)
+
+    consumer = started(wait)
     assert not load.fully_submitted and not waited
     write_all_layers(store)
     consumer.join(LIMIT_S)

@@ -69,7 +69,9 @@ class Bench:
 
     def __init__(self, path: str) -> None:
         self.compute, self.late = torch.cuda.Stream(), torch.cuda.Stream()
-        self.rig = make_rig("sglang.layer_first", SPEC, pages=64, slots=64, streams=[self.compute, self.late], path=path)
+        self.rig = make_rig(
+            "sglang.layer_first", SPEC, pages=64, slots=64, streams=[self.compute, self.late], path=path
+        )
         self.model = Model(self.rig)
         self.one = torch.ones((), dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
@@ -147,7 +149,8 @@ class Graphed(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.graph.replay()
-        return self.out
+        out: torch.Tensor = self.out
+        return out
 
 
 def test_piecewise_graphs_with_hooks_between(bench: Bench) -> None:

@@ -604,5 +604,6 @@ def test_overlap_is_what_a_count_of_addresses_says(views: tuple[torch.Tensor, to
 
 
 def _positions(view: torch.Tensor) -> Numbers:
-    index = np.indices(tuple(view.shape)).reshape(view.dim(), -1)
-    return (index * np.array(view.stride())[:, None]).sum(axis=0)
+    index: Numbers = np.indices(tuple(view.shape)).reshape(view.dim(), -1) * np.array(view.stride())[:, None]
+    at: Numbers = index.sum(axis=0)
+    return at

@@ -131,7 +131,8 @@ def test_callbacks_that_raise_are_reported_and_harm_nobody(hooked: Hooked) -> No
     delays = Delays()
     gate = delays.gate("copy_in")
     rig = make_rig(delays=delays)
-    handle, seen = rig.engine.load([1], [1]), []
+    handle = rig.engine.load([1], [1])
+    seen: list[TransferHandle] = []
 
     def bug(_: TransferHandle) -> None:
         raise ValueError("a subscriber's bug")

@@ -79,7 +79,8 @@ def load_race(rig: Rig, stream: torch.cuda.Stream, path: str, layerwise: bool) -
 
 @pytest.mark.parametrize("path", ["staged", "mapped", "strided"])
 def test_a_store_waits_for_the_writer(path: str) -> None:
-    stream, submit = torch.cuda.Stream(), []
+    stream = torch.cuda.Stream()
+    submit: list[float] = []
     rig = make_rig("sglang.layer_first", SPEC, pages=64, slots=64, streams=[stream])
     try:
         assert wrong_rounds(ROUNDS, store_race(rig, stream, path, submit)) == 0

@@ -122,7 +122,8 @@ def test_a_slot_is_not_filled_again_before_it_was_emptied(guarded: bool, monkeyp
         until(lambda: len(handle._submitted) == SLOTS)
     else:
         until(lambda: handle.fully_submitted)
-        rig.engine._shop.lanes.streams["gather"].synchronize(LIMIT_S)  # type: ignore[union-attr]
+        gather = rig.engine._shop.lanes.record("gather")
+        until(gather.query)
     gate.set()
     handle.result(LIMIT_S)
     assert np.array_equal(rig.slots(range(10)), want) == guarded

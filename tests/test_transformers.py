@@ -210,6 +210,17 @@ def test_chunked_prefill_by_generate(llama: Rig) -> None:
     assert generate(llama, llama.cache(), ids, prefill_chunk_size=7)[0] == expected
 
 
+def test_with_gradients_on_the_pool_stays_out_of_the_graph(llama: Rig) -> None:
+    ids = prompt(PROMPT_TOKENS)
+    expected = forward(llama, llama.cache(), ids)
+    cache = llama.cache()
+    logits = llama.model(input_ids=ids, **{llama.keyword: cache}).logits
+    assert logits.requires_grad
+    assert torch.equal(logits.detach(), expected)
+    assert not any(buffer.requires_grad for buffer in llama.pool.buffers)
+    assert not any(states.requires_grad for states in cache.states(0))
+
+
 # -- waiting -----------------------------------------------------------------------------------------
 
 

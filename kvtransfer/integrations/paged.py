@@ -105,7 +105,7 @@ class PageTable:
 
         ``view``: one component of one layer of the pool, (pages, page_size, heads, dim); mutated on the current stream.
         """
-        rows = states[0].transpose(0, 1)  # (tokens, heads, dim)
+        rows = states[0].detach().transpose(0, 1)  # (tokens, heads, dim); a pool takes no part in autograd
         for span in spans(start, start + states.shape[2], self.page_size):
             part = rows[span.start : span.start + span.tokens]
             if span.tokens == span.pages * self.page_size:

@@ -1,0 +1,71 @@
+"""The examples in README.md and docs/ run as they stand, on CPU tensors and with less memory."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import prompt, tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+SMALLER = {
+    'device="cuda"': 'device="cpu"',
+    "num_pages=512": "num_pages=300",
+    "capacity_pages=4096": "capacity_pages=300",
+}
+
+
+def python_blocks(page: str) -> list[str]:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
+    for given, instead in SMALLER.items():
+        blocks = [block.replace(given, instead) for block in blocks]
+    return blocks
+
+
+class Toy(torch.nn.Module):
+    """Layers that hooks can hang on."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_readme(capsys: Any) -> None:
+    (block,) = python_blocks("README.md")
+    exec(block, {"model": Toy(32), "inputs": torch.zeros(1)})
+    assert "by path cpu" in capsys.readouterr().out
+
+
+def test_transformers_page() -> None:
+    first, by_cache, by_hooks = python_blocks("docs/transformers.md")
+    model = tiny_model("llama")
+    names: dict[str, Any] = {"model": model, "ids": prompt(2100)}
+    exec(first, names)
+    assert names["out"].shape[1] > 2100
+
+    from kvtransfer import HostTier, TransferEngine, layerwise
+    from kvtransfer.integrations.transformers import PagedCache
+
+    pool = names["pool"]
+    with torch.no_grad(), HostTier(pool.spec, capacity_pages=250) as host, TransferEngine(pool, host) as engine:
+        names |= {
+            "engine": engine,
+            "layerwise": layerwise,
+            "cache": PagedCache(model, pool),
+            "slots": host.allocate(125),
+        }
+        exec(by_cache, names)
+        names["cache"].release()
+        pages = pool.allocate_pages(125)
+        names |= {"cache": PagedCache(model, pool, pages), "pages": pages, "slots": host.allocate(125)}
+        exec(by_hooks, names)
+        names["handle"].result()
