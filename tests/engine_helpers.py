@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from numpy.typing import NDArray
 
+from kvtransfer import lanes as lanes_module
 from kvtransfer.engine import TransferEngine
 from kvtransfer.fifo import Delays, FifoStream, Rule
 from kvtransfer.handles import TransferHandle
@@ -274,3 +276,36 @@ def write_all_layers(handle: TransferHandle, stream: FifoStream | None = None) -
     """Let every layer of a layer-wise store go, in order."""
     for layer in range(handle.num_layers):
         handle.layer_written(layer, stream)
+
+
+def gated(lanes: str = "", **engine: Any) -> tuple[Rig, threading.Event]:
+    """A rig whose lanes (those that begin with ``lanes``) are shut, and the gate."""
+    delays = Delays()
+    gate = delays.gate(lanes)
+    return make_rig(delays=delays, **engine), gate
+
+
+def started(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def blocked_handle(rig: Rig) -> tuple[TransferHandle, TransferHandle]:
+    """(a layer-wise store that keeps slot 15 busy, a load of it that can't be submitted before the store is)."""
+    store = rig.engine.store([15], [15], layerwise=True)
+    return store, rig.engine.load([15], [14], layerwise=True)
+
+
+def break_step(monkeypatch: pytest.MonkeyPatch, rig: Rig, where: str, nth: int) -> None:
+    """Make the ``nth`` step of a kind raise, once: "kernel" or "copy"."""
+    calls = iter(range(10**9))
+    owner, name = (lanes_module, "run_on_cpu") if where == "kernel" else (rig.engine._shop.lanes.copier, "batch")
+    real = getattr(owner, name)
+
+    def maybe(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == nth:
+            raise OSError(f"injected into step {nth}")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, maybe)

@@ -55,6 +55,24 @@ def test_every_cta_takes_its_share_and_raises_every_flag(ctas: int, tile_bytes: 
     np.testing.assert_array_equal(as_unsigned(digests), page_digests(src.original_pages()[src_ids], SPEC))
 
 
+@pytest.mark.parametrize("ctas", [2, 3, 5])
+def test_entries_of_few_and_many_tiles_follow_each_other(ctas: int) -> None:
+    """Each CTA reads one tile ahead, across entries: also past entries in which it has no tile."""
+    rng = fresh_generator()
+    small, large = Component("scale", 1, 8), Component("latent", 1, 104)
+    spec = KVSpec(2, ((small, large), (small,), (small,), (large, small), (large,)))
+    src, dst = page_first_memory(spec, 2, rng), ready_memory("transformers", spec, 3, rng)
+    table = load_table(src, dst, tile_bytes=64)
+    assert {int(n) * table.tile.scale for n in table.rows[:, 4]} == {2, 26}  # words: 1 tile and 4 of a page
+    digests = torch.zeros(2, 5, dtype=torch.int64, device=DEVICE)
+    ids = random_ids(rng, 2, 3)
+    mapped_copy(table, 2, zeros(5), ctas, dst_ids=on_device(ids), digests=digests)
+    wanted = dst.original_pages()
+    wanted[ids] = src.original_pages()
+    dst.expect_pages(wanted)
+    np.testing.assert_array_equal(as_unsigned(digests), page_digests(src.original_pages(), spec))
+
+
 def test_flags_grow_by_the_ctas_of_each_launch() -> None:
     """An epoch is a launch: a waiter asks for epoch x CTAs, also past the sign bit (its compare is cyclic)."""
     rng = fresh_generator()

@@ -528,10 +528,13 @@ BLOCK = 4096
 
 
 class Sparse:
-    """The touched 4,096-byte blocks of a `Far` buffer, each with random bytes, and what they must hold in the end."""
+    """The touched 4,096-byte blocks of a `Far` buffer, each with random bytes, and what they must hold in the end.
+
+    memory  starts at an odd address: the kernels then count in bytes, and 2**31 of them are passed.
+    """
 
     def __init__(self, far: Far, rng: np.random.Generator) -> None:
-        self.memory = torch.empty(far.layout.buffer_bytes[0] + BLOCK, dtype=torch.uint8, device=DEVICE)
+        self.memory = torch.empty(far.layout.buffer_bytes[0] + BLOCK + 1, dtype=torch.uint8, device=DEVICE)[1:]
         runs = [run for places in far.places.values() for run in places]
         runs += [(at % 2**32, nbytes) for at, nbytes in runs]  # where 32 bits would take them
         blocks = {b for at, nbytes in runs for b in range(at // BLOCK, (at + nbytes - 1) // BLOCK + 1)}
@@ -569,6 +572,7 @@ def test_offsets_past_31_and_32_bits(index: str, side: str, kernel: str) -> None
     pages = np.array(list(far.places))
     sparse, near = Sparse(far, rng), page_first_memory(far.spec, 4, rng)
     slots = random_ids(rng, len(pages), 4)
+    tile_bytes = 65536  # few tiles, for the interpreter's sake
     if side == "source":
         geometry = coalesce(far.spec, Side.of(far.layout), Side.of(near.layout), Box.whole(far.spec), order="dst")
         digests = run_kernel(
@@ -579,7 +583,7 @@ def test_offsets_past_31_and_32_bits(index: str, side: str, kernel: str) -> None
             near.tensors,
             pages,
             slots,
-            tile_bytes=16384,
+            tile_bytes=tile_bytes,
             id_dtype=torch.int32,
         )
         content, wanted = np.stack([sparse.read(far.places[p]) for p in far.places]), near.original_pages()
@@ -587,7 +591,9 @@ def test_offsets_past_31_and_32_bits(index: str, side: str, kernel: str) -> None
         near.expect_pages(wanted)
     else:
         geometry = coalesce(far.spec, Side.of(near.layout), Side.of(far.layout), Box.whole(far.spec), order="src")
-        digests = run_kernel(kernel, geometry, far.spec, near.tensors, [sparse.memory], slots, pages, tile_bytes=16384)
+        digests = run_kernel(
+            kernel, geometry, far.spec, near.tensors, [sparse.memory], slots, pages, tile_bytes=tile_bytes
+        )
         content = near.original_pages()[slots]
         for page, data in zip(far.places, content, strict=True):
             sparse.write(far.places[page], data)
