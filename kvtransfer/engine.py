@@ -111,7 +111,9 @@ class TransferEngine:
         # Dropped without `close`: the thread ends after what is under way, and lets go of the pool.
         weakref.finalize(self, self._pump.close, wait=False).atexit = False
         if on_gpu:
-            self._load_kernels()
+            from kvtransfer.preload import load_kernels  # noqa: PLC0415  (Triton is only needed where there is a GPU)
+
+            load_kernels(self._shop, host_pinned=host.pinned)
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class TransferEngine:
                     "load and store can't be captured into a CUDA graph: call them before the capture or the replay"
                 )
             if gpu_ids is not None:
-                copied = gpu_ids.clone()
+                copied = gpu_ids.to(torch.int64, copy=True)  # one width: one set of kernels
                 if not pool.declares(current):
                     streams.append(current)
             return [_event(s) for s in streams], copied
@@ -322,36 +324,6 @@ class TransferEngine:
             finally:
                 transfer.finish()
         self._pump.watch(transfer)
-
-    def _load_kernels(self) -> None:
-        """Compile and load every kernel that the pool's layout needs, by empty launches: a module that is loaded
-        later waits for the device, and a device may by then wait for a flag."""
-        from kvtransfer.kernels import mapped, relayout  # noqa: PLC0415  (Triton is only needed where there is a GPU)
-
-        shop, lanes = self._shop, self._shop.lanes
-        assert isinstance(lanes, CudaLanes) and shop.flags is not None
-        box = Box.whole(self.pool.spec)
-        with torch.cuda.device(self.pool.device), lanes.on("gather"):
-            ids = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
-            status = torch.zeros(check.STATUS_WORDS, dtype=torch.int32, device=self.pool.device)
-            digests = torch.zeros(1, self.pool.spec.num_layers, dtype=torch.int64, device=self.pool.device)
-            sums = digests if shop.verify else None
-            if shop.ring is not None:
-                for kind in ("pool>ring", "ring>pool"):
-                    table = shop.geometry(kind, box)[1]
-                    assert table is not None
-                    out = kind == "pool>ring"
-                    relayout.relayout(
-                        table, 0, src_ids=ids if out else None, dst_ids=None if out else ids, digests=sums
-                    )
-            if self.host.pinned:
-                flags, held = shop.flags.take()
-                table = shop.geometry("host>pool", box)[1]
-                assert table is not None
-                mapped.mapped_copy(table, 0, flags, shop.ctas, src_ids=ids, dst_ids=ids, digests=sums)
-                shop.flags.give(flags, held + shop.ctas)
-            del status
-        lanes.streams["gather"].synchronize()
 
 
 class _LayerStore:

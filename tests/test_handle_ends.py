@@ -21,13 +21,17 @@ from engine_helpers import (
     write_all_layers,
 )
 
+from kvtransfer import host_transfer
 from kvtransfer.fifo import Delays
 from kvtransfer.handles import PageState
+from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels.errors import (
     DeadlineExceeded,
     TransferCancelled,
     TransferError,
 )
+from kvtransfer.lanes import Event
+from kvtransfer.plan import Chunk
 
 UNTOUCHED, DONE, INVALID = PageState.UNTOUCHED, PageState.DONE, PageState.INVALID
 
@@ -128,6 +132,25 @@ def test_a_cancel_that_said_yes_always_ends_in_that_error() -> None:
             assert not said
         except TransferCancelled:
             assert said
+    rig.close()
+
+
+def test_a_cancel_while_the_last_chunk_is_on_its_way_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    real = HostTransfer.move
+
+    def move(self: HostTransfer, chunk: Chunk) -> Event:
+        said.append(self.handle.cancel())
+        return real(self, chunk)
+
+    monkeypatch.setattr(HostTransfer, "move", move)
+    rig = make_rig()
+    want = rig.slots([1, 2])
+    handle = rig.engine.load([1, 2], [3, 4])
+    with pytest.raises(TransferCancelled) as got:
+        handle.result(LIMIT_S)
+    assert said == [True] and got.value.pages == () and handle.states().tolist() == [DONE, DONE]
+    assert np.array_equal(rig.side.pages([3, 4]), want), "it landed, and that is what the states say"
     rig.close()
 
 
@@ -254,6 +277,19 @@ def test_transfers_around_a_broken_one_are_whole(monkeypatch: pytest.MonkeyPatch
     rig.close()
 
 
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_what_follows_a_failed_step_is_skipped(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring slot that was never filled must not reach the pool, nor the slab."""
+    rig = make_rig(**staged())
+    before, payload = rig.side.pages(range(16)), rig.slots(range(16))
+    break_step(monkeypatch, rig, "copy" if verb == "load" else "kernel", 0)
+    handle = rig.engine.load([1], [2]) if verb == "load" else rig.engine.store([2], [1])
+    with pytest.raises(TransferError, match="injected"):
+        handle.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(16)), before) and np.array_equal(rig.slots(range(16)), payload)
+    rig.close()
+
+
 def test_a_transfer_behind_a_broken_one_on_the_same_page_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, gate = gated("copy_in")
     rows = rig.slots([5])
@@ -278,8 +314,6 @@ def test_a_gate_that_stays_shut_is_an_error_of_the_transfer_and_leaves_the_lanes
 
 
 def test_an_error_while_submitting_is_the_transfers_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtransfer import host_transfer
-
     def refuse(*args: Any) -> Any:
         raise MemoryError("no room for descriptors")
 
