@@ -26,7 +26,7 @@ from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.table import CopyTable
 
 # Never specialised: one binary for all values, since loading another one would wait for the device.
-_FREE = ["src_shift", "dst_shift", "src_first", "dst_first", "num_pages"]
+_FREE = ["src_shift", "dst_shift", "src_first", "dst_first", "num_pages", "digest_layers"]
 _UNALIGNED = ["src_ids", "dst_ids", "status", "digests"]
 
 
@@ -182,7 +182,7 @@ def relayout(
     status: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
     store: bool = True,
-) -> None:
+) -> Any:
     """Launch on the current stream. Mutates the destination buffers, and ``digests`` where given.
 
     src_ids, dst_ids      int32/int64 [>= first + num_pages] on the device, or None: page i lies at first + i
@@ -192,7 +192,8 @@ def relayout(
     digests               int64 [num_pages, layers of the spec], zeroed by the caller; sums are added
     store                 False reads and digests the source, and writes nothing
 
-    A shift that breaks the alignment the table was built with raises LayoutError.
+    A shift that breaks the alignment the table was built with raises LayoutError. Returns Triton's compiled kernel
+    (nothing under the interpreter), for launches without Triton.
     """
     aligned = table.tile.word_bytes * table.tile.scale
     if src_shift % aligned or dst_shift % aligned:
@@ -201,7 +202,7 @@ def relayout(
         )
     tiles = -(-num_pages // table.tile.pages) * -(-table.unit_words // table.tile.words)
     spare = table.layer_rows  # a valid pointer for arguments that the compiled variant does not read
-    relayout_kernel[relayout_grid(tiles, table.num_entries)](
+    return relayout_kernel[relayout_grid(tiles, table.num_entries)](
         table.rows,
         src_shift,
         dst_shift,

@@ -87,6 +87,9 @@ _ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuMemcpy2DAsync": (3020, (c_void_p, c_void_p)),
     "cuStreamWaitValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
     "cuStreamWriteValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
+    "cuStreamWaitEvent": (3020, (c_void_p, c_void_p, c_uint)),
+    "cuEventRecord": (2000, (c_void_p, c_void_p)),
+    "cuLaunchKernel": (4000, (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
     "cuThreadExchangeStreamCaptureMode": (10010, (c_void_p,)),
     "cuMemHostGetDevicePointer": (3020, (c_void_p, c_void_p, c_uint)),
 }
@@ -276,15 +279,18 @@ class CopyEngine(Copier):
             raise ConfigError(f"batch_version: expected None or one of {sorted(BATCH_VERSIONS)}, got {batch_version}")
         resolve = _resolver(library)
         self._call: dict[str, Callable[..., int]] = {}
+        self._addresses: dict[str, int] = {}
         for symbol, (version, arguments) in _ENTRY_POINTS.items():
             if not (address := resolve(symbol, version)):
                 raise ConfigError(f"the CUDA driver has no {symbol} of version {version}; expected CUDA 12.8 or newer")
             self._call[symbol] = ctypes.PYFUNCTYPE(c_int, *arguments)(address)
+            self._addresses[symbol] = address
         wanted = BATCH_VERSIONS if batch_version is None else (batch_version,)
         found = ((version, resolve(_BATCH, version)) for version in wanted)
         self.batch_version, address = next((pair for pair in found if pair[1]), (0, 0))
         if not address:
             raise ConfigError(f"the CUDA driver has no {_BATCH} of version {wanted}; expected CUDA 12.8 or newer")
+        self._addresses[_BATCH] = address
         fail_index = (c_void_p,) if self.batch_version == 12080 else ()
         types = (*_BATCH_ARGUMENTS, *fail_index, c_void_p)
         self._batch_keeping_gil: Callable[..., int] = ctypes.PYFUNCTYPE(c_int, *types)(address)
@@ -320,6 +326,13 @@ class CopyEngine(Copier):
             observer.fell_back("copy engine", why)
             warnings.warn(f"kvtransfer: copy engine batches can't be used: {why}", RuntimeWarning, stacklevel=2)
             return TorchCopyEngine()
+
+    def entry_points(self) -> tuple[int, ...]:
+        """Addresses for `kvtransfer.submitter`: batch (of `batch_version`), wait, record, launch, 2-D copy, then the
+        batch attributes in stream order and in any order. Valid as long as this engine."""
+        symbols = (_BATCH, "cuStreamWaitEvent", "cuEventRecord", "cuLaunchKernel", "cuMemcpy2DAsync")
+        attributes = (ctypes.addressof(self._stream_order), ctypes.addressof(self._any_order))
+        return (*(self._addresses[symbol] for symbol in symbols), *attributes)
 
     def batch(self, dst: U64, src: U64, sizes: U64, stream: int, *, any_order: bool = False) -> None:
         n = check_descriptors(dst, src, sizes)

@@ -30,6 +30,7 @@ from kvtransfer.plan import PATHS, Facts, Plan, count_runs, make_plan
 from kvtransfer.pool import KVPool, Stream
 from kvtransfer.pump import Pump
 from kvtransfer.staging import StagingRing
+from kvtransfer.submitter import Submitter
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.ledger import PageLedger, claim_all
 from kvtransfer.transfer import Ids, Transfer
@@ -114,6 +115,7 @@ class TransferEngine:
             from kvtransfer.preload import load_kernels  # noqa: PLC0415  (Triton is only needed where there is a GPU)
 
             load_kernels(self._shop, host_pinned=host.pinned)
+            self._shop.submitter = Submitter.create(lanes.copier, observer)
 
     # -- transfers --------------------------------------------------------------------------------
 

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from kvtransfer.dma import Copier
 
 
+SCRIPT_LOOK_S = 30e-6
+
+
 class PageState(IntEnum):
     """What a transfer left of one page."""
 
@@ -81,6 +84,15 @@ class LayerFlags:
     memory: torch.Tensor
 
 
+@dataclass
+class _Running:
+    """A script under way: see `TransferHandle.script_started`. ``seen`` of its chunks have been taken note of."""
+
+    progress: NDArray[np.uint32]
+    chunks: list[tuple[Chunk, Event]]
+    seen: int = 0
+
+
 class TransferHandle:
     """Made by `TransferEngine.load`, ``store`` and ``copy``. Thread-safe. Keeps alive what the transfer uses."""
 
@@ -101,6 +113,8 @@ class TransferHandle:
         self._begun: list[Chunk] = []  # chunks of which something may have been enqueued
         self._submitted: list[tuple[Chunk, Event]] = []
         self._flags: LayerFlags | None = None
+        self._script: _Running | None = None
+        self._stop: NDArray[np.uint32] | None = None
         self._final: Event | None = None
         self._ended = False
         self._cancelled = False
@@ -193,6 +207,7 @@ class TransferHandle:
         wanted = np.zeros(pages, dtype=np.int32)
         for chunk in self.plan.chunks:
             wanted[chunk.first : chunk.first + chunk.count] += 1
+        self.poll()
         with self._changed:
             begun, submitted, bad = list(self._begun), list(self._submitted), self._bad
         for chunk in begun:
@@ -213,6 +228,8 @@ class TransferHandle:
             if self._ended or self._final is not None or self._cancelled or not any(self._chunks_left):
                 return False
             self._cancelled = True
+            if self._stop is not None:
+                self._stop[0] = 1
             self._changed.notify_all()
             return True
 
@@ -301,6 +318,43 @@ class TransferHandle:
         with self._changed:
             self._begun.append(chunk)
 
+    @property
+    def chunks_submitted(self) -> int:
+        return len(self._submitted)
+
+    def script_started(
+        self, progress: NDArray[np.uint32], stop: NDArray[np.uint32], chunks: list[tuple[Chunk, Event]]
+    ) -> None:
+        """Chunks are about to be submitted without Python: ``progress[0]`` says how many of them have been, and
+        their events are recorded in that order. ``stop[0] = 1`` ends it after the chunk under way."""
+        with self._changed:
+            self._script = _Running(progress, chunks)
+            self._begun += [chunk for chunk, _ in chunks]
+            self._stop = stop
+            if self._cancelled:
+                stop[0] = 1
+            self._changed.notify_all()
+
+    def script_ended(self, *, failed: bool) -> None:
+        """Nothing more of the script will be submitted; of the chunk after the last one some of it may have been."""
+        self.poll()
+        with self._changed:
+            if self._script is not None:
+                for chunk, _ in self._script.chunks[self._script.seen + failed :]:
+                    self._begun.remove(chunk)
+                self._script = None
+
+    def poll(self) -> None:
+        """Take note of what a script has submitted by now."""
+        script = self._script
+        if script is None:
+            return
+        with self._changed:
+            done = int(script.progress[0])
+            for chunk, event in script.chunks[script.seen : done]:
+                self.chunk_submitted(chunk, event)
+            script.seen = max(script.seen, done)
+
     def chunk_submitted(self, chunk: Chunk, event: Event) -> None:
         with self._changed:
             self._submitted.append((chunk, event))
@@ -386,6 +440,7 @@ class TransferHandle:
             while True:
                 if self._error is not None:
                     raise self._error
+                self.poll()
                 event = look()
                 if event is not None:
                     return event
@@ -394,7 +449,8 @@ class TransferHandle:
                 left = self._deadline - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(f"not submitted within the deadline of {self.deadline_s:g} s")
-                self._changed.wait(left)
+                # A script tells nobody how far it is: look again soon, with the GIL left to others meanwhile.
+                self._changed.wait(left if self._script is None else min(left, SCRIPT_LOOK_S))
 
     def _hold(self, consumer: Stream | None, event: Event, layer: int | None) -> None:
         if isinstance(event, FifoEvent):

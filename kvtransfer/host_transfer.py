@@ -13,8 +13,9 @@ from kvtransfer.handles import LayerFlags, PageState, TransferHandle, Verdict
 from kvtransfer.kernels import check, mapped
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
-from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask
+from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
+from kvtransfer.scripted import submit_load
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import Workshop
 
@@ -38,12 +39,26 @@ class HostTransfer(Transfer):
         self.load = self.plan.direction == "load"
         self.copy_lane, self.kernel_lane = ("copy_in", "scatter") if self.load else ("copy_out", "gather")
         self.last_lane = "scatter" if self.load else "copy_out"
-        self._ids: torch.Tensor | None = None
+        self.ids: torch.Tensor | None = None
         self._slot_ids: torch.Tensor | None = None
-        self._digests: torch.Tensor | None = None
+        self.digests: torch.Tensor | None = None
         self._digests_back: torch.Tensor | None = None
         self._checked: Event | None = None
         self._flags: tuple[torch.Tensor, int] | None = None
+
+    @property
+    def scripted(self) -> bool:
+        """Whether the engine's thread hands it over in one call (`kvtransfer.scripted`)."""
+        plan = self.plan
+        return bool(
+            self.shop.submitter is not None
+            and (self.load, plan.path, plan.layerwise) == (True, "staged", True)
+            and self.pages is not None
+        )
+
+    def run_script(self) -> None:
+        assert self.shop.submitter is not None
+        submit_load(self, self.shop.submitter)
 
     def ready(self) -> bool:
         if not self.started:
@@ -62,16 +77,16 @@ class HostTransfer(Transfer):
         lanes, pages, layers = self.shop.lanes, self.plan.pages, self.spec.num_layers
         if isinstance(lanes, CpuLanes):
             assert self.pages is not None
-            self._ids = torch.from_numpy(self.pages)
+            self.ids = torch.from_numpy(self.pages)
             if self.shop.verify:
-                self._digests = self._digests_back = torch.zeros(pages, layers, dtype=torch.int64)
+                self.digests = self._digests_back = torch.zeros(pages, layers, dtype=torch.int64)
             return
         with lanes.on(self.kernel_lane):
-            self._ids = self.upload(self.pages) if self.pages is not None else self.gpu_pages
+            self.ids = self.upload(self.pages) if self.pages is not None else self.gpu_pages
             if self.plan.path == "mapped":
                 self._slot_ids = self.upload(self.slots)
             if self.shop.verify:
-                self._digests = torch.zeros(pages, layers, dtype=torch.int64, device=lanes.device)
+                self.digests = torch.zeros(pages, layers, dtype=torch.int64, device=lanes.device)
             if self.gpu_pages is not None:
                 self.check_on_gpu(self.gpu_pages, self.shop.pool.num_pages)
                 if not self.load:
@@ -94,8 +109,8 @@ class HostTransfer(Transfer):
         return paths[self.plan.path](chunk)
 
     def fetch_results(self) -> None:
-        if self._digests is not None:
-            self._digests_back = self.fetch(self._digests)
+        if self.digests is not None:
+            self._digests_back = self.fetch(self.digests)
 
     def settle(self, whole: bool) -> Verdict | None:
         if self._flags is not None and self.shop.flags is not None:
@@ -149,6 +164,11 @@ class HostTransfer(Transfer):
         return done
 
     def _ring_copy(self, chunk: Chunk, ring_address: int) -> None:
+        dst, src, sizes = self.ring_descriptors(chunk, ring_address)
+        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=self.load and not self.earlier)
+
+    def ring_descriptors(self, chunk: Chunk, ring_address: int) -> tuple[U64, U64, U64]:
+        """What the copy engine moves between the chunk's host pages and a ring slot, neighbours merged."""
         geometry, _ = self.shop.geometry("host>ring" if self.load else "ring>host", chunk.box, build=False)
         slots = self.slots[chunk.first : chunk.first + chunk.count]
         here = np.arange(chunk.count, dtype=np.int64)
@@ -157,8 +177,7 @@ class HostTransfer(Transfer):
             dst, src, sizes = descriptors(geometry, host, [ring_address], slots, here)
         else:
             dst, src, sizes = descriptors(geometry, [ring_address], host, here, slots)
-        dst, src, sizes = merge_runs(dst, src, sizes, self.shop.boundaries)
-        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=self.load and not self.earlier)
+        return merge_runs(dst, src, sizes, self.shop.boundaries)
 
     def _ring_relayout(self, chunk: Chunk, memory: torch.Tensor, kind: str) -> None:
         geometry, table = self.shop.geometry(kind, chunk.box)
@@ -168,12 +187,12 @@ class HostTransfer(Transfer):
             self.spec, geometry, table,
             src=self.shop.pool.buffers if out else [memory],
             dst=[memory] if out else self.shop.pool.buffers,
-            src_ids=self._ids if out else None,
-            dst_ids=None if out else self._ids,
+            src_ids=self.ids if out else None,
+            dst_ids=None if out else self.ids,
             first=chunk.first, count=chunk.count,
             packed=lambda: memory[: chunk.count * nbytes].view(chunk.count, nbytes),
             src_shift=0 if out else address, dst_shift=address if out else 0,
-            digests=self._digests, status=self._status,
+            digests=self.digests, status=self._status,
         )  # fmt: skip
         self.shop.lanes.relayout(self.kernel_lane, task)
 
@@ -222,12 +241,12 @@ class HostTransfer(Transfer):
         return bool(np.searchsorted(cuts, start, "right") != np.searchsorted(cuts, start + length - 1, "right"))
 
     def _digest_pool(self, chunk: Chunk) -> None:
-        if self._digests is None:
+        if self.digests is None:
             return
         geometry, table = self.shop.geometry("pool>ring", chunk.box)
         task = RelayoutTask(
-            self.spec, geometry, table, self.shop.pool.buffers, (), self._ids, None, chunk.first, chunk.count,
-            packed=None, digests=self._digests, status=self._status, store=False,
+            self.spec, geometry, table, self.shop.pool.buffers, (), self.ids, None, chunk.first, chunk.count,
+            packed=None, digests=self.digests, status=self._status, store=False,
         )  # fmt: skip
         self.shop.lanes.relayout(self.kernel_lane, task)
 
@@ -242,10 +261,10 @@ class HostTransfer(Transfer):
             self._flags = (flags, target)
             mapped.mapped_copy(
                 table, chunk.count, flags, self.shop.ctas,
-                src_ids=self._slot_ids if self.load else self._ids,
-                dst_ids=self._ids if self.load else self._slot_ids,
+                src_ids=self._slot_ids if self.load else self.ids,
+                dst_ids=self.ids if self.load else self._slot_ids,
                 src_first=chunk.first, dst_first=chunk.first,
-                status=self._status, digests=self._digests,
+                status=self._status, digests=self.digests,
             )  # fmt: skip
         self.tell("mapped", chunk)
         if self.load and lanes.copier.supports_flags:
@@ -269,9 +288,9 @@ class HostTransfer(Transfer):
             self.spec, geometry, None,
             src=host if self.load else shop.pool.buffers,
             dst=shop.pool.buffers if self.load else host,
-            src_ids=slots if self.load else self._ids,
-            dst_ids=self._ids if self.load else slots,
-            first=chunk.first, count=chunk.count, packed=packed, digests=self._digests,
+            src_ids=slots if self.load else self.ids,
+            dst_ids=self.ids if self.load else slots,
+            first=chunk.first, count=chunk.count, packed=packed, digests=self.digests,
         )  # fmt: skip
         shop.lanes.relayout(self.copy_lane, task)
         self.tell("relayout", chunk)

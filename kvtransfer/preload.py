@@ -14,6 +14,7 @@ from kvtransfer.kernels import check, mapped, relayout
 from kvtransfer.kernels.coalesce import Box
 from kvtransfer.lanes import CudaLanes
 from kvtransfer.plan import layer_groups, staged_boxes
+from kvtransfer.submitter import Launch
 from kvtransfer.workshop import Workshop
 
 
@@ -46,7 +47,9 @@ def load_kernels(shop: Workshop, *, host_pinned: bool) -> None:
                     )
                     shop.flags.give(flags, held + shop.ctas)
                 elif kind == "ring>pool":
-                    relayout.relayout(table, 0, dst_ids=ids, status=gate, digests=digests)
+                    compiled = relayout.relayout(table, 0, dst_ids=ids, status=gate, digests=digests)
+                    if gate is None:
+                        shop.launches[variant] = Launch.of(compiled)
                 else:
                     relayout.relayout(table, 0, src_ids=ids, status=gate, digests=digests)
                     if shop.verify:  # the digests of a strided copy: read, nothing written

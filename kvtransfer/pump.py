@@ -112,10 +112,12 @@ class Pump:
                         head.start()
                         if not head.ready():
                             return True
-                    if head.chunks_left:
+                    if not head.scripted:
                         head.next_chunk()
-                    if not head.chunks_left:
-                        self._retire(head)
+                if head.scripted:
+                    head.run_script()  # without the lock: the call may wait for room in the driver's queue
+                if head.scripted or not head.chunks_left:
+                    self._retire(head)
             except Exception as error:  # kept: it becomes the transfer's error, and its callers get it
                 head.handle.fail(as_transfer_error(error))
                 self._retire(head)

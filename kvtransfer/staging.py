@@ -16,7 +16,7 @@ from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
 
-SLOTS = 3  # one filling, one being emptied, one waiting: a fourth gained nothing in the sketches
+SLOTS = 4  # one filling, one being emptied, one waiting; the fourth is never a script's (`kvtransfer.scripted`)
 SLOT_ALIGNMENT = 4096
 
 
@@ -59,13 +59,19 @@ class StagingRing:
 
     def take(self) -> RingSlot:
         """The next slot in turn. Wait for its ``free`` event on the lane that writes it, then `give` it back."""
+        return self.take_several(1)[0]
+
+    def take_several(self, count: int) -> list[RingSlot]:
+        """``count`` slots at once (two takers of a part each would wait for each other). Holds the caller until so
+        many are between `give` and take: microseconds, or the submission of somebody's script."""
         with self._changed:
-            slot = self._slots[self._next]
-            self._next = (self._next + 1) % SLOTS
-            while slot.taken:  # another thread is between take and give: microseconds
-                self._changed.wait()
-            slot.taken = True
-            return slot
+            self._changed.wait_for(lambda: sum(not s.taken for s in self._slots) >= count)
+            turn = [self._slots[(self._next + i) % SLOTS] for i in range(SLOTS)]
+            slots = [s for s in turn if not s.taken][:count]
+            self._next = (slots[-1].index + 1) % SLOTS
+            for slot in slots:
+                slot.taken = True
+            return slots
 
     def give(self, slot: RingSlot, free: Event | None) -> None:
         """The slot's use was submitted; it is free after ``free`` (None: it was not used, the old event stands)."""
@@ -76,5 +82,7 @@ class StagingRing:
 
     def next_is_free(self) -> bool:
         """Whether the GPU is done with the slot that `take` would give: for pacing, never waits."""
-        slot = self._slots[self._next]
-        return not slot.taken and (slot.free is None or slot.free.query())
+        with self._changed:
+            turn = (self._slots[(self._next + i) % SLOTS] for i in range(SLOTS))
+            slot = next((s for s in turn if not s.taken), None)
+        return slot is not None and (slot.free is None or slot.free.query())

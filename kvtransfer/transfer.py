@@ -85,6 +85,19 @@ class Transfer(ABC):
             begin.record(lanes.streams[self.first_lane()])
             self._times = (begin, end)
 
+    @property
+    def scripted(self) -> bool:
+        """Whether `run_script` submits all chunks in one go, without the shop's lock."""
+        return False
+
+    def run_script(self) -> None:
+        """See `scripted`."""
+        raise TransferError("this kind of transfer is submitted chunk by chunk")
+
+    def count_submitted(self) -> None:
+        """After a script: what the handle knows of."""
+        self._next = self.handle.chunks_submitted
+
     def next_chunk(self) -> None:
         """Submit the next chunk in order. Under the shop's lock, when `ready`."""
         self.submit(self.plan.chunks[self._next])

@@ -19,6 +19,7 @@ from kvtransfer.kernels.table import CopyTable, build_table
 from kvtransfer.lanes import U64, CpuLanes, CudaLanes
 from kvtransfer.pool import KVPool
 from kvtransfer.staging import StagingRing
+from kvtransfer.submitter import Launch, Submitter
 from kvtransfer.tiers.host import HostTier
 
 
@@ -57,6 +58,8 @@ class Workshop:
     host_address: int  # at which the GPU sees the slab
     lock: threading.RLock = field(default_factory=threading.RLock)
     tables: dict[tuple[Any, ...], tuple[Geometry, CopyTable | None]] = field(default_factory=dict)
+    submitter: Submitter | None = None
+    launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)  # (kind, *tile constants), ungated
     seen: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # scratch of the checks of ids on the GPU
     stamps: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
