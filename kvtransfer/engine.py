@@ -27,7 +27,7 @@ from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.plan import PATHS, Facts, Plan, count_runs, make_plan
-from kvtransfer.pool import KVPool, Stream
+from kvtransfer.pool import KVPool, Stream, is_capturing
 from kvtransfer.pump import Pump
 from kvtransfer.staging import StagingRing
 from kvtransfer.tiers.host import HostTier
@@ -218,7 +218,7 @@ class TransferEngine:
             handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
             return handle
         by_layer = layerwise and direction == "store"
-        fences, copied = self._fences(self.pool, gpu_ids, nothing_yet=by_layer)
+        fences, copied = self._fences(self.pool, gpu_ids)
         transfer = HostTransfer(self._shop, handle, fences, slot_ids, page_ids, copied)
         transfer.by_caller = by_layer
         if by_layer:
@@ -252,7 +252,8 @@ class TransferEngine:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
         slot_ids = check.host_ids(slots, self.host.num_slots, "host slot", distinct=direction == "store")
         if slot_ids.size and int(slot_ids.max()) >= self.host.ready_slots:
-            raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {self.host.ready_slots - 1}")
+            ready = self.host.ready_slots - 1
+            raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {ready}, got {int(slot_ids.max())}")
         page_ids: Ids | None = None
         gpu_ids: torch.Tensor | None = None
         if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
@@ -290,19 +291,16 @@ class TransferEngine:
         forced = self.path if path is None else path
         return make_plan(facts, None if forced == "auto" else forced)
 
-    def _fences(
-        self, pool: KVPool, gpu_ids: torch.Tensor | None = None, *, nothing_yet: bool = False
-    ) -> tuple[list[Event], torch.Tensor | None]:
+    def _fences(self, pool: KVPool, gpu_ids: torch.Tensor | None = None) -> tuple[list[Event], torch.Tensor | None]:
         """Events after all that the pool's streams have been given so far, and the GPU's ids copied in the caller's
-        stream order, so that the caller may change its tensor at once. ``nothing_yet``: a layer-wise store is
-        fenced layer by layer instead."""
+        stream order, so that the caller may change its tensor at once."""
         copied = None
-        streams: list[Stream] = [] if nothing_yet else list(pool.streams)
+        streams: list[Stream] = list(pool.streams)
         if not self._shop.on_gpu:
             return [s.record() for s in streams if isinstance(s, FifoStream)], None
         current = torch.cuda.current_stream(self.pool.device)
         with torch.cuda.device(self.pool.device):
-            if torch.cuda.is_current_stream_capturing():
+            if any(is_capturing(s) for s in (current, *streams) if isinstance(s, torch.cuda.Stream)):
                 raise TransferError(
                     "load and store can't be captured into a CUDA graph: call them before the capture or the replay"
                 )
@@ -314,16 +312,18 @@ class TransferEngine:
 
     def _submit_here(self, transfer: Transfer) -> None:
         """Submit a layer-wise load on the caller's thread: one launch, or a few closures on the CPU."""
-        with self._shop.lock:
-            try:
-                transfer.start()
-                while transfer.chunks_left and not transfer.handle.cancelled:
-                    transfer.next_chunk()
-            except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
-                transfer.handle.fail(as_transfer_error(error))
-            finally:
-                transfer.finish()
-        self._pump.watch(transfer)
+        try:
+            with self._shop.lock:
+                try:
+                    transfer.start()
+                    while transfer.chunks_left and not transfer.handle.cancelled:
+                        transfer.next_chunk()
+                except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
+                    transfer.handle.fail(as_transfer_error(error))
+                finally:
+                    transfer.finish()
+        finally:  # also after a KeyboardInterrupt: its pages are claimed
+            self._pump.watch(transfer)
 
 
 class _LayerStore:

@@ -27,7 +27,7 @@ from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutE
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk, Plan
-from kvtransfer.pool import KVPool, Stream
+from kvtransfer.pool import KVPool, Stream, is_capturing
 
 if TYPE_CHECKING:
     from kvtransfer.dma import Copier
@@ -198,7 +198,7 @@ class TransferHandle:
         for chunk in begun:
             touched[chunk.first : chunk.first + chunk.count] += 1
         for chunk, event in submitted:
-            landed[chunk.first : chunk.first + chunk.count] += event.query() and getattr(event, "error", None) is None
+            landed[chunk.first : chunk.first + chunk.count] += _landed(event)
         states = np.where(touched > 0, PageState.INVALID, PageState.UNTOUCHED).astype(np.int8)
         states[landed == wanted] = PageState.DONE
         states[bad] = PageState.INVALID
@@ -370,9 +370,7 @@ class TransferHandle:
         if isinstance(stream, FifoStream):
             self._pool.require_declared(stream)
             return stream
-        with torch.cuda.stream(stream):
-            capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
+        if is_capturing(stream):
             raise TransferError(
                 f"{verb} inside CUDA graph capture: the wait would be frozen into the graph. Capture piecewise with "
                 "the hooks between the graphs, or call handle.wait_all() before graph.replay()"
@@ -425,6 +423,14 @@ class TransferHandle:
                 if left is not None and left <= 0:
                     raise DeadlineExceeded(f"{verb}: the transfer had not ended after {timeout_s:g} s")
                 self._changed.wait(0.5 if left is None else min(left, 0.5))
+
+
+def _landed(event: Event) -> bool:
+    """Whether the work before ``event`` is through, and well. False where CUDA is lost: then nobody knows."""
+    try:
+        return event.query() and getattr(event, "error", None) is None
+    except RuntimeError:
+        return False
 
 
 def _call(fn: Callable[[], object]) -> None:

@@ -125,9 +125,9 @@ class HostTransfer(Transfer):
         lanes, ring = self.shop.lanes, self.shop.ring
         assert ring is not None
         slot = ring.take()
+        first, last = (self.copy_lane, self.kernel_lane) if self.load else (self.kernel_lane, self.copy_lane)
         done: Event | None = None
         try:
-            first = self.copy_lane if self.load else self.kernel_lane
             if slot.free is not None:
                 lanes.wait(first, slot.free)
             if self.load:
@@ -141,9 +141,12 @@ class HostTransfer(Transfer):
                 self._ring_copy(chunk, slot.address)
                 done = lanes.record("copy_out")
         finally:
-            if done is None:  # a call failed half-way: whatever was enqueued must be through before the slot is re-used
-                done = lanes.record("scatter" if self.load else "copy_out")
-            ring.give(slot, done)
+            try:
+                if done is None:  # a call failed half-way: what was enqueued must be through before the slot is re-used
+                    lanes.wait(last, lanes.record(first))
+                    done = lanes.record(last)
+            finally:
+                ring.give(slot, done)
         self.tell("copy", chunk)
         self.tell("scatter" if self.load else "gather", chunk)
         return done
@@ -200,8 +203,9 @@ class HostTransfer(Transfer):
         merged = geometry.merged
         alone = np.zeros(src_ids.size, dtype=bool)
         plain = all(not e.loops for e in merged)
+        slots = src_ids if self.load else dst_ids
         for first, length in runs_of(src_ids, dst_ids):
-            if length < STRIDED_RUN_PAGES or not plain or self._crosses(first, length):
+            if length < STRIDED_RUN_PAGES or not plain or self._crosses(int(slots[first]), length):
                 alone[first : first + length] = True
                 continue
             for e in merged:
@@ -216,9 +220,9 @@ class HostTransfer(Transfer):
             d, s, sizes = merge_runs(d, s, sizes, self.shop.boundaries)
             self.shop.lanes.batch(self.copy_lane, d, s, sizes, any_order=False)
 
-    def _crosses(self, first: int, length: int) -> bool:
-        """Whether a run of slots lies in two registrations of the slab: one call must not span them."""
-        cuts, start = self.shop.host.chunk_slots, int(self.slots[first])
+    def _crosses(self, start: int, length: int) -> bool:
+        """Whether ``length`` slots from ``start`` on lie in two registrations of the slab: no call may span them."""
+        cuts = self.shop.host.chunk_slots
         return bool(np.searchsorted(cuts, start, "right") != np.searchsorted(cuts, start + length - 1, "right"))
 
     def _digest_pool(self, chunk: Chunk) -> None:
@@ -239,7 +243,6 @@ class HostTransfer(Transfer):
         with lanes.on(self.kernel_lane):
             flags, held = flag_sets.take()
             target = held + self.shop.ctas
-            self._flags = (flags, target)
             mapped.mapped_copy(
                 table, chunk.count, flags, self.shop.ctas,
                 src_ids=self._slot_ids if self.load else self._ids,
@@ -247,6 +250,7 @@ class HostTransfer(Transfer):
                 src_first=chunk.first, dst_first=chunk.first,
                 status=self._status, digests=self._digests,
             )  # fmt: skip
+            self._flags = (flags, target)  # not before: a set that no launch raises would never reach its target again
         self.tell("mapped", chunk)
         if self.load and lanes.copier.supports_flags:
             self.handle.flags_submitted(LayerFlags(lanes.copier, flags.data_ptr(), target & 0xFFFFFFFF, flags))

@@ -138,7 +138,7 @@ def _preference(f: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
         return ("cpu", "staged"), {"cpu": "the pool is in host memory", "staged": "a ring gains nothing on a CPU"}
     merged = f.direct.merged
     row = min(e.piece_bytes for e in merged)
-    runs = f.pages if f.runs is None else max(f.runs, 1)
+    runs = max(f.pages if f.runs is None else f.runs, 1)
     call = row * f.pages // runs
     good_rows = all(not e.loops for e in merged) and (row >= STRIDED_ROW_BYTES or runs == f.pages == 1)
     piece = _staged_piece(f)

@@ -109,10 +109,13 @@ class Transfer(ABC):
             if lane != self.last_lane:
                 lanes.wait(self.last_lane, lanes.record(lane))
         if isinstance(lanes, CudaLanes):
-            with lanes.on(self.last_lane):
-                self.fetch_results()
-                if self._status is not None and self._status_back is None:
-                    self._status_back = self.fetch(self._status)
+            try:
+                with lanes.on(self.last_lane):
+                    self.fetch_results()
+                    if self._status is not None and self._status_back is None:
+                        self._status_back = self.fetch(self._status)
+            except Exception as error:  # kept; what is in flight owns its pages until the last event has passed
+                self.handle.fail(as_transfer_error(error))
             if self._times is not None:
                 self._times[1].record(lanes.streams[self.last_lane])
         self.handle.keep.append(self)

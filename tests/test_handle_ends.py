@@ -161,9 +161,10 @@ def test_a_cancel_while_the_last_chunk_is_on_its_way_is_kept(monkeypatch: pytest
 def test_a_transfer_that_is_stuck_fails_at_its_deadline_and_keeps_its_pages(engine: dict[str, Any]) -> None:
     rig, gate = gated("copy_in", **engine)
     want = rig.slots([4])
-    handle = rig.engine.load([4], [5], deadline_s=0.03)
+    handle = rig.engine.load([4], [5], deadline_s=0.4)
+    until(lambda: handle.fully_submitted)
     for _ in range(2):
-        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.03 s"):
+        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.4 s"):
             handle.result()
     with pytest.raises(DeadlineExceeded):
         handle.wait_layer(0)

@@ -74,10 +74,10 @@ def test_a_layer_is_written_once() -> None:
 def test_a_layerwise_store_that_is_never_finished_ends_at_its_deadline(written: int) -> None:
     rig = make_rig()
     rig.fill_slots([2, 3])
-    handle = rig.engine.store([1, 4], [2, 3], layerwise=True, deadline_s=0.05)
+    handle = rig.engine.store([1, 4], [2, 3], layerwise=True, deadline_s=0.4)
     for layer in range(written):
         handle.layer_written(layer)
-    with pytest.raises(DeadlineExceeded, match=r"passed its deadline of 0\.05 s") as got:
+    with pytest.raises(DeadlineExceeded, match=r"passed its deadline of 0\.4 s") as got:
         handle.result()
     assert got.value.pages == (0, 1)
     until(handle.done)

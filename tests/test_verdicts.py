@@ -98,7 +98,7 @@ def test_a_store_that_does_not_end_well_leaves_no_digests_on_what_it_touched(
     armed = True
     if how == "error":
         break_step(monkeypatch, rig, "copy", 1)
-    handle = rig.engine.store(range(10), range(10), deadline_s=0.05 if how == "deadline" else LIMIT_S)
+    handle = rig.engine.store(range(10), range(10), deadline_s=0.4 if how == "deadline" else LIMIT_S)
     until(lambda: steps.counts["copy_out"] == 2)
     if how == "cancel":
         handle.cancel()
