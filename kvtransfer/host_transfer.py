@@ -15,6 +15,7 @@ from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
+from kvtransfer.tiers.record import NOTHING_STORED
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import Workshop
 
@@ -103,8 +104,10 @@ class HostTransfer(Transfer):
         if whole:
             return self._compare()
         if not self.load:
-            touched = np.asarray(self.handle.states() != PageState.UNTOUCHED)
-            self.shop.host.digests[self.slots[touched]] = 0  # what these slots hold now was never verified
+            states = self.handle.states()
+            whole_pages = (states == PageState.DONE) & (not self.handle.broken)
+            self.shop.host.digests[self.slots[states != PageState.UNTOUCHED]] = NOTHING_STORED  # torn
+            self.shop.host.digests[self.slots[whole_pages]] = 0  # all there, but nobody kept their digests
         return None
 
     def force_flags(self) -> None:
@@ -116,7 +119,9 @@ class HostTransfer(Transfer):
         self._flags = None
         for layer in range(flags.numel()):
             address = flags.data_ptr() + 4 * layer
-            lanes.copier.write_value(lanes.streams["copy_in"].cuda_stream, address, target & 0xFFFFFFFF)
+            with lanes.aside():  # a lane may be stuck behind the very work that is late
+                stream = torch.cuda.current_stream(lanes.device).cuda_stream
+                lanes.copier.write_value(stream, address, target & 0xFFFFFFFF)
         self.handle.keep.append(flags)
 
     # -- paths ------------------------------------------------------------------------------------
@@ -161,7 +166,9 @@ class HostTransfer(Transfer):
         else:
             dst, src, sizes = descriptors(geometry, [ring_address], host, here, slots)
         dst, src, sizes = merge_runs(dst, src, sizes, self.shop.boundaries)
-        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=self.load and not self.earlier)
+        # Legal where the host has seen every source complete: no transfer in flight writes these slots.
+        any_order = self.load and not self.earlier and self.shop.host.pinned
+        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=any_order)
 
     def _ring_relayout(self, chunk: Chunk, memory: torch.Tensor, kind: str) -> None:
         geometry, table = self.shop.geometry(kind, chunk.box)
@@ -286,19 +293,18 @@ class HostTransfer(Transfer):
     def _compare(self) -> Verdict:
         """Compare a load's digests with the slots' own; keep a store's with its slots. Set aside what differs."""
         host = self.shop.host
-        if self._digests_back is None:
-            if not self.load:
-                host.digests[self.slots] = 0
-            return Verdict(True, unverified_pages=tuple(range(self.plan.pages)))
-        got = self._digests_back.numpy().view(np.uint64)
+        got = None if self._digests_back is None else self._digests_back.numpy().view(np.uint64)
         if not self.load:
-            host.digests[self.slots] = got
-            return Verdict(True)
+            host.digests[self.slots] = 0 if got is None else got
+            unknown = () if got is not None else tuple(range(self.plan.pages))
+            return Verdict(True, unverified_pages=unknown)
         want = host.digests[self.slots]
-        known = np.asarray(want.any(axis=1))
-        differs = np.asarray((got != want) & known[:, None])
+        empty = np.asarray((want == NOTHING_STORED).all(axis=1))
+        known = np.asarray(want.any(axis=1)) if got is not None else empty
+        differs = np.asarray((empty[:, None] if got is None else got != want) & known[:, None])
         bad = np.flatnonzero(differs.any(axis=1))
         if bad.size:
+            host.digests[self.slots[bad]] = NOTHING_STORED  # no later load takes them for good
             self.shop.observer.noted("pages set aside", slots=self.slots[bad].tolist())
         return Verdict(
             not bad.size,

@@ -19,7 +19,8 @@ from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import box_bytes
 from kvtransfer.kernels.spec import KVSpec
 
-PATHS = ("staged", "strided", "mapped", "device", "cpu")
+HOST_PATHS = ("staged", "strided", "mapped", "cpu")  # between a pool and host slots
+PATHS = (*HOST_PATHS, "device")
 
 BATCH_PIECE_BYTES = 256 * 1024  # H2D batches: 39 GB/s at 128 KiB, 52 at 1 MiB, of 55 (H200)
 STRIDED_CALL_BYTES = 1 << 20  # a call costs 8 us of CPU, in which the link moves 440 KB

@@ -44,6 +44,10 @@ class Pump:
         """``transfer`` is being submitted by its caller; acknowledge it when it is through, or at its deadline."""
         self._add(self._flight.append, transfer)
 
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the engine's thread, in a callback or an observer."""
+        return threading.current_thread() is self._thread
+
     def idle(self) -> bool:
         return not self._queue and not self._flight
 
