@@ -70,13 +70,13 @@ def large_copy(direction: str, nbytes: int, repeats: int) -> float:
 class Setup:
     """A pool twice the size of the transfer, a slab, an engine, and random ids."""
 
-    def __init__(self, page_size: int, tokens: int, layers: int) -> None:
+    def __init__(self, page_size: int, tokens: int, layers: int, *, script: bool = False) -> None:
         self.spec = KVSpec.attention(layers, page_size, HEADS, DIM, 2)
         n = tokens // page_size
         self.pool = KVPool.allocate("sglang.layer_first", spec=self.spec, num_pages=2 * n, device="cuda")
         self.host = HostTier(self.spec, capacity_pages=n, device="cuda")
         self.host.payload.view(torch.int64).random_()
-        self.engine = TransferEngine(self.pool, self.host)
+        self.engine = TransferEngine(self.pool, self.host, script=script)
         rng = np.random.default_rng(0)
         self.slots, self.pages = rng.permutation(n), rng.permutation(2 * n)[:n]
 

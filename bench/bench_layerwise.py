@@ -2,8 +2,8 @@
 
     python bench/bench_layerwise.py [--tokens 64 256 ...] [--cached 8192] [--busy] [--json FILE] [--repeats N]
 
-32 Llama-8B-shaped layers compute S new tokens over a prefix that is being loaded (page size 16, pages in random order on
-both sides). *Ideal*: f_i = max(f_(i-1), arrival of layer i at the rate of one large copy) + compute time of layer i,
+32 Llama-8B-shaped layers compute S new tokens over a prefix that is being loaded (page size 16, pages in random order
+on both sides). *Ideal*: f_i = max(f_(i-1), arrival of layer i at the rate of one large copy) + compute time of layer i,
 from the same run. Prints for each S and path the total over the ideal and over max(forward, link time); ``--busy`` adds
 a Python thread that never sleeps. The last column proves that the pool holds the slots' bytes after the timing.
 """
@@ -107,7 +107,7 @@ def median_ms(stream: torch.cuda.Stream, work: Callable[[], object], repeats: in
         if isinstance(handle, TransferHandle):
             handle.result(60)
         times.append(a.elapsed_time(b))
-    return statistics.median(times[1:])
+    return float(statistics.median(times[1:]))
 
 
 def main() -> int:
@@ -115,7 +115,8 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512, 1024, 2048])
     parser.add_argument("--cached", type=int, default=8192)
     parser.add_argument("--paths", nargs="+", default=["auto", "mapped"])
-    parser.add_argument("--busy", action="store_true")
+    parser.add_argument("--busy", action="store_true", help="beside a Python thread that never sleeps")
+    parser.add_argument("--script", action="store_true", help="with the C submitter")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -123,7 +124,7 @@ def main() -> int:
         print("bench_layerwise: needs a GPU", file=sys.stderr)
         return 2
     compute = torch.cuda.Stream()
-    setup = Setup(PAGE, args.cached, LAYERS)
+    setup = Setup(PAGE, args.cached, LAYERS, script=args.script)
     setup.pool.declare_stream(compute)
     total = setup.spec.page_bytes * len(setup.slots)
     peak = large_copy("load", total, args.repeats)
@@ -152,8 +153,8 @@ def main() -> int:
 
                 def run(path: str = path, x: torch.Tensor = x) -> TransferHandle:
                     forced = None if path == "auto" else path
-                    load = setup.engine.load(setup.slots, setup.pages, layerwise=True, path=forced)
-                    with layerwise(layers, load):  # type: ignore[arg-type]
+                    load: TransferHandle = setup.engine.load(setup.slots, setup.pages, layerwise=True, path=forced)
+                    with layerwise(layers, load):
                         forward(x)
                     return load
 

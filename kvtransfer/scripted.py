@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtransfer.kernels.coalesce import Box
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.relayout import tile_constants
 from kvtransfer.lanes import CudaLanes
@@ -23,6 +24,17 @@ if TYPE_CHECKING:
 
 FIRST_CHUNKS = 2
 RING_SLOTS = SLOTS - 1
+
+
+def can_launch(transfer: HostTransfer) -> bool:
+    """Whether the kernel of every chunk was preloaded in the form that a script launches."""
+    shop = transfer.shop
+    return all(_variant(transfer, box) in shop.launches for box in dict.fromkeys(c.box for c in transfer.plan.chunks))
+
+
+def _variant(transfer: HostTransfer, box: Box) -> tuple[object, ...]:
+    table = transfer.shop.geometry("ring>pool", box)[1]
+    return () if table is None else ("ring>pool", *tile_constants(table).items())
 
 
 def submit_load(transfer: HostTransfer, submitter: Submitter) -> None:
@@ -85,12 +97,12 @@ def _describe(
     if isinstance(free, torch.cuda.Event):
         script.wait(copy, free.cuda_event)
     dst, src, sizes = transfer.ring_descriptors(chunk, slot.address)
-    script.batch(copy, dst, src, sizes, any_order=not transfer.earlier)
+    script.batch(copy, dst, src, sizes, any_order=transfer.any_order)
     script.record(copy, copied.cuda_event)
     script.wait(scatter, copied.cuda_event)
     table = shop.geometry("ring>pool", chunk.box)[1]
     assert table is not None and transfer.ids is not None
-    launch = shop.launches["ring>pool", *tile_constants(table).items()]
+    launch = shop.launches[_variant(transfer, chunk.box)]
     digests, layers = transfer.digests, transfer.spec.num_layers
     spare = table.layer_rows.data_ptr()
     tiles = -(-chunk.count // table.tile.pages) * -(-table.unit_words // table.tile.words)

@@ -16,7 +16,7 @@ from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
 
-SLOTS = 4  # one filling, one being emptied, one waiting; the fourth is never a script's (`kvtransfer.scripted`)
+SLOTS = 3  # one filling, one being emptied, one waiting: a fourth gained nothing (docs/decisions.md)
 SLOT_ALIGNMENT = 4096
 
 

@@ -115,6 +115,7 @@ static int device_pointer(uint64_t *alias, uint64_t host, unsigned flags) {
 }
 int seen_capture_mode = -1;
 static int exchange_mode(int *mode) { int was = 0; seen_capture_mode = *mode; *mode = was; return fake_code; }
+static int for_the_submitter(void) { return 1; }
 static int driver_version(int *version) { *version = fake_version; return 0; }
 
 int cuGetProcAddress_v2(const char *name, void **address, int version, uint64_t flags, int *status);
@@ -127,7 +128,8 @@ static const struct { const char *name; int since; void *address; } table[] = {
   {"cuMemcpyBatchAsync", 13000, batch_13000}, {"cuMemcpyBatchAsync", 12080, batch_12080},
   {"cuMemcpy2DAsync", 3020, copy_2d}, {"cuStreamWaitValue32", 11070, wait_32},
   {"cuStreamWriteValue32", 11070, write_32}, {"cuMemHostGetDevicePointer", 3020, device_pointer},
-  {"cuThreadExchangeStreamCaptureMode", 10010, exchange_mode},
+  {"cuThreadExchangeStreamCaptureMode", 10010, exchange_mode}, {"cuStreamWaitEvent", 3020, for_the_submitter},
+  {"cuEventRecord", 2000, for_the_submitter}, {"cuLaunchKernel", 4000, for_the_submitter},
 };
 int cuGetProcAddress_v2(const char *name, void **address, int version, uint64_t flags, int *status) {
   size_t used = strlen(fake_asked);

@@ -9,10 +9,12 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from kvtransfer.dma import CopyEngine
 from kvtransfer.kernels.errors import ConfigError, CudaError
 from kvtransfer.submitter import Launch, Script, Submitter, build
 
@@ -29,7 +31,8 @@ static int note(uint64_t what, uint64_t a, uint64_t b) {
 }
 int do_wait(void *stream, void *event, unsigned flags) { return note(0, (uint64_t)stream, (uint64_t)event + flags); }
 int do_record(void *event, void *stream) { return note(1, (uint64_t)stream, (uint64_t)event); }
-static int batch(uint64_t *dst, uint64_t *src, size_t *sizes, size_t n, void *attrs, size_t *first, size_t num, void *stream) {
+static int batch(uint64_t *dst, uint64_t *src, size_t *sizes, size_t n, void *attrs, size_t *first, size_t num,
+                 void *stream) {
   if (num != 1 || *first != 0) return 1;
   for (size_t i = 0; i < n; ++i) memcpy((void *)dst[i], (void *)src[i], sizes[i]);
   return note(2, (uint64_t)stream, (uint64_t)attrs);
@@ -79,10 +82,10 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
 
 
 def submitter(driver: Driver, folder: Path) -> Submitter:
-    return Submitter(build(folder), driver)  # type: ignore[arg-type]
+    return Submitter(build(folder), cast(CopyEngine, driver))
 
 
-def addresses(*arrays: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def addresses(*arrays: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.array([a.ctypes.data for a in arrays], dtype=np.uint64)
 
 
