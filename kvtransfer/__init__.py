@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from kvtransfer.kernels.events import Observer
-    from kvtransfer.kernels.layout import Layout
+    from kvtransfer.kernels.layout import Layout, Part
     from kvtransfer.kernels.spec import Component, KVSpec
     from kvtransfer.plan import Plan
     from kvtransfer.pool import KVPool
@@ -52,6 +52,7 @@ __all__ = [
     "Observer",
     "OwnershipError",
     "PageState",
+    "Part",
     "Plan",
     "RecordError",
     "TierError",
@@ -84,7 +85,7 @@ _MODULES = {
         "TransferError",
     ),
     "kvtransfer.kernels.events": ("Observer",),
-    "kvtransfer.kernels.layout": ("Layout",),
+    "kvtransfer.kernels.layout": ("Layout", "Part"),
     "kvtransfer.kernels.spec": ("Component", "KVSpec"),
     "kvtransfer.plan": ("Plan",),
     "kvtransfer.pool": ("KVPool",),

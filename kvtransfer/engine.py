@@ -39,6 +39,7 @@ from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import FlagSets, Workshop
 
 DEFAULT_STAGING_BYTES = 192 << 20
+LONGEST_DEADLINE_S = 1e6  # eleven days: what a thread can wait for is limited
 DEFAULT_CTAS = 4  # 4 CTAs of 1,024 threads read 51 GB/s of 55 beside a GEMM that keeps 95 % (H200)
 
 
@@ -272,6 +273,7 @@ class TransferEngine:
         if slot_ids.size and int(slot_ids.max()) >= self.host.ready_slots:
             ready = self.host.ready_slots - 1
             raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {ready}, got {int(slot_ids.max())}")
+        self.host.require_given_out(slot_ids)
         page_ids: Ids | None = None
         gpu_ids: torch.Tensor | None = None
         if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
@@ -336,7 +338,7 @@ class TransferEngine:
                     transfer.start()
                     while transfer.chunks_left and not transfer.handle.cancelled:
                         transfer.next_chunk()
-                except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
+                except BaseException as error:  # kept: it is the transfer's error, raised by whoever waits
                     transfer.handle.fail(as_transfer_error(error))
                 finally:
                     transfer.finish()
@@ -374,7 +376,7 @@ class _LayerStore:
                         transfer.submit(chunk)
                 if len(self._written) == shop.pool.spec.num_layers:
                     transfer.finish()
-            except Exception as error:  # kept: it is the transfer's error
+            except BaseException as error:  # kept: it is the transfer's error
                 handle.fail(as_transfer_error(error))
                 transfer.finish()
 
@@ -399,6 +401,8 @@ class _LayerStore:
 def _require_deadline(deadline_s: float) -> float:
     if not deadline_s > 0:
         raise ConfigError(f"deadline_s: expected more than 0, got {deadline_s}")
+    if deadline_s > LONGEST_DEADLINE_S:
+        raise ConfigError(f"deadline_s: expected at most {LONGEST_DEADLINE_S:g}, got {deadline_s}")
     return deadline_s
 
 

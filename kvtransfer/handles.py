@@ -57,6 +57,11 @@ class Verdict:
     bad_layers: tuple[tuple[int, int], ...] = ()
     unverified_pages: tuple[int, ...] = ()
 
+    @property
+    def verified(self) -> bool:
+        """Whether every page was compared and found good; ``ok`` alone also holds where nothing could be compared."""
+        return self.ok and not self.unverified_pages
+
 
 @dataclass(frozen=True)
 class TransferResult:
@@ -500,6 +505,8 @@ class TransferHandle:
             while not self._ended:
                 if self.expired():  # whoever submits may be stuck itself: the deadline holds all the same
                     self.fail(DeadlineExceeded(f"{verb}: not through at the deadline of {self.deadline_s:g} s"))
+                    assert self._error is not None
+                    raise self._error
                 if isinstance(self._error, DeadlineExceeded):
                     raise self._error
                 left = None if limit is None else limit - time.monotonic()
@@ -528,5 +535,5 @@ def _call(fn: Callable[[], object]) -> None:
     """Call a subscriber. Its bug is reported as an uncaught one in a thread is, and others are served all the same."""
     try:
         fn()
-    except Exception:  # not hidden: the hook prints it, or does what the program set it to
+    except BaseException:  # not hidden: the hook prints it, or does what the program set it to
         threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

@@ -80,12 +80,14 @@ def layerwise(
     *,
     first_layer: int = 0,
     require_all: bool = True,
+    partial: bool = False,
 ) -> Iterator[None]:
     """While open, forwards through ``layers`` wait for ``load`` and feed ``store``, layer by layer.
 
     layers       module i is layer ``first_layer + i`` of the transfers (pipeline stages start further on)
     load         handle of ``engine.load(..., layerwise=True)`` (any load works; this one overlaps)
     store        handle of ``engine.store(..., layerwise=True)``; each layer leaves after its first forward
+    partial      allow modules that do not reach to the transfers' last layer; the rest is then yours to wait for
     require_all  leaving without an error raises TransferError unless every module's hook ran at least once
 
     An exception inside cancels ``store`` and leaves ``load`` alone. Raises LayoutError where the layers do not
@@ -103,6 +105,11 @@ def layerwise(
             raise LayoutError(
                 f"layers: expected at most {handle.num_layers - first_layer} from layer {first_layer} on, "
                 f"got {len(modules)}"
+            )
+        if handle is not None and not partial and first_layer + len(modules) < handle.num_layers:
+            raise LayoutError(
+                f"layers: expected {handle.num_layers - first_layer} from layer {first_layer} on, got {len(modules)}: "
+                "the others would run without a wait. Pass partial=True if they are waited for elsewhere"
             )
     gates = [LayerGate.of(module) for module in modules]
     if any(gate.wait is not None for gate in gates):

@@ -65,7 +65,7 @@ class Owner(Protocol):
     def step_failed(self, error: KVTransferError) -> None: ...
 
 
-def as_transfer_error(error: Exception) -> KVTransferError:
+def as_transfer_error(error: BaseException) -> KVTransferError:
     """Our own errors as they are; anything else (a CUDA error out of torch, say) as a TransferError from it."""
     if isinstance(error, KVTransferError):
         return error
@@ -191,7 +191,7 @@ class CpuLanes:
                 return
             try:
                 step()
-            except Exception as error:  # kept: it is the transfer's error
+            except BaseException as error:  # kept: it is the transfer's error
                 if owner is None:
                     raise
                 owner.step_failed(as_transfer_error(error))

@@ -90,8 +90,8 @@ def make_plan(facts: Facts, forced: str | None = None) -> Plan:
     refused = dict(_refusals(facts))
     order, why = _preference(facts)
     if forced is not None:
-        if forced not in PATHS:
-            raise ConfigError(f"path: expected one of {', '.join(PATHS)} or 'auto', got {forced!r}")
+        if forced not in HOST_PATHS:
+            raise ConfigError(f"path: expected one of {', '.join(HOST_PATHS)} or 'auto', got {forced!r}")
         if forced in refused:
             raise ConfigError(f"path {forced!r} can't carry this {facts.direction}: {refused[forced]}")
         order, why = (forced, *order), {**why, forced: "asked for by the caller"}
@@ -130,7 +130,6 @@ def _refusals(f: Facts) -> Iterable[tuple[str, str]]:
         yield "mapped", "its one launch can't leave layer by layer"
         if f.runs is None:
             yield "staged", "layer by layer it can't wait for the GPU's check of page ids: give them on the CPU"
-    yield "device", "one side is host memory"
 
 
 def _preference(f: Facts) -> tuple[tuple[str, ...], dict[str, str]]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvtransfer.fifo import FifoStream
 from kvtransfer.kernels.check import host_ids
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TransferError
-from kvtransfer.kernels.layout import Layout
+from kvtransfer.kernels.layout import Layout, Part
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.extents import Extents
 from kvtransfer.tiers.ledger import PageLedger
@@ -92,6 +92,28 @@ class KVPool:
         if buffers[0].is_cuda:  # the zeros are enqueued on a stream that need not be declared
             torch.cuda.current_stream(buffers[0].device).synchronize()
         return cls(layout, buffers, streams=streams, name=name)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        spec: KVSpec,
+        tensors: Sequence[torch.Tensor],
+        axes: str,
+        *,
+        components: Sequence[str] | None = None,
+        streams: Sequence[Stream] | None = None,
+        name: str = "pool",
+    ) -> KVPool:
+        """A pool over an engine's own tensors, all alike, with declared axes (`Layout.from_tensors`); no copy."""
+        layout = Layout.from_tensors(spec, tensors, axes, components=components)
+        return cls(layout, tensors, streams=streams, name=name)
+
+    @classmethod
+    def from_parts(
+        cls, spec: KVSpec, parts: Sequence[Part], *, streams: Sequence[Stream] | None = None, name: str = "pool"
+    ) -> KVPool:
+        """A pool over an engine's own tensors that differ: separate K and V, hybrid layers (`Layout.from_parts`)."""
+        return cls(Layout.from_parts(spec, parts), [part.tensor for part in parts], streams=streams, name=name)
 
     def declare_stream(self, stream: Stream) -> None:
         """Order transfers against ``stream`` too, from the next call on."""

@@ -123,7 +123,7 @@ class Pump:
                     head.run_script()  # without the lock: the call may wait for room in the driver's queue
                 if head.scripted or not head.chunks_left:
                     self._retire(head)
-            except Exception as error:  # kept: it becomes the transfer's error, and its callers get it
+            except BaseException as error:  # kept: it becomes the transfer's error, and its callers get it
                 head.handle.fail(as_transfer_error(error))
                 self._retire(head)
             moved = True
@@ -165,7 +165,7 @@ class Pump:
         for transfer in list(self._flight):
             try:
                 through = self._is_through(transfer)
-            except Exception as error:  # kept: an event that can't be asked (CUDA is lost) will not pass either
+            except BaseException as error:  # kept: an event that can't be asked (CUDA is lost) will not pass either
                 transfer.handle.fail(as_transfer_error(error))
                 through = True
             if through:
@@ -203,7 +203,7 @@ class Pump:
         try:
             with self._shop.lock:
                 verdict = transfer.judge()
-        except Exception as error:  # kept: it is the transfer's error
+        except BaseException as error:  # kept: it is the transfer's error
             transfer.handle.fail(as_transfer_error(error))
         transfer.acknowledge(verdict)
 

@@ -40,9 +40,15 @@ class Toy(torch.nn.Module):
 
 
 def test_readme(capsys: Any) -> None:
-    (block,) = python_blocks("README.md")
-    exec(block, {"model": Toy(32), "inputs": torch.zeros(1)})
+    use, declare = python_blocks("README.md")
+    names: dict[str, Any] = {"model": Toy(32), "inputs": torch.zeros(1)}
+    exec(use, names)
     assert "by path cpu" in capsys.readouterr().out
+    shape = (5, 16, 8, 128)
+    k, v = ([torch.randn(shape).to(torch.bfloat16) for _ in range(32)] for _ in "kv")
+    names |= {"k_by_layer": k, "v_by_layer": v, "kv_by_layer": [torch.stack(pair) for pair in zip(k, v, strict=True)]}
+    exec(declare, names)
+    assert torch.equal(names["pool"].view(31, "v", torch.bfloat16), v[31])
 
 
 def test_transformers_page() -> None:

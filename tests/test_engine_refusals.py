@@ -21,7 +21,7 @@ from engine_helpers import (
 )
 
 from kvtransfer.engine import TransferEngine
-from kvtransfer.kernels.errors import ConfigError, KVTransferError, LayoutError, TransferError
+from kvtransfer.kernels.errors import ConfigError, KVTransferError, LayoutError, OwnershipError, TransferError
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import Component, KVSpec
 from kvtransfer.pool import KVPool
@@ -235,4 +235,32 @@ def test_a_closed_engine_takes_nothing() -> None:
             call()
     assert not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy()
     rig.side.expect(before, NONE, NO_ROWS)
+    rig.close()
+
+
+def test_slots_that_were_given_back_are_refused() -> None:
+    """Who gives slots out by `allocate` is held to it: a stale id must not land on the next owner's page."""
+    with make_host(fresh(), TINY, 8) as host:
+        side = Guarded(fresh(), Layout.page_first(TINY, 4), name="stale")
+        engine = TransferEngine(side.pool, host)
+        slots = host.allocate(4)
+        host.free(slots[:2])
+        before = host.payload.clone()
+        calls: list[Callable[[], object]] = [
+            lambda: engine.store([0, 1], slots[1:3]),
+            lambda: engine.load(slots[:2], [0, 1]),
+        ]
+        for call in calls:
+            with pytest.raises(OwnershipError, match=r"given out, got \["):
+                call()
+        assert torch.equal(before, host.payload)
+        engine.store([0, 1], slots[2:]).result(20)
+        engine.close()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), 1e12])
+def test_deadlines_longer_than_a_thread_can_wait_are_refused(seconds: float) -> None:
+    rig = make_rig()
+    with pytest.raises(ConfigError, match="expected at most"):
+        rig.engine.load([0], [0], deadline_s=seconds)
     rig.close()

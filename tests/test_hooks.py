@@ -191,7 +191,7 @@ def test_a_stage_of_a_pipeline_waits_for_its_own_layers() -> None:
     store = rig.engine.store(PAGES, [4, 5, 6], layerwise=True)
     for start, stop in ((4, 9), (0, 4)):  # whichever stage runs first
         model = model_of(rig, start, stop)
-        with layerwise(model.layers, load=load, store=store, first_layer=start):
+        with layerwise(model.layers, load=load, store=store, first_layer=start, partial=True):
             model(torch.zeros(1))
         assert all(saw(rig, model, rows))
     assert [layer for _, layer in log.waits] == [*range(4, 9), *range(4)]
@@ -492,4 +492,18 @@ def test_prepared_layers_keep_their_hooks_and_do_nothing_outside_a_block() -> No
     remove()
     assert hooks_on(model) == 0
     assert not list(model.parameters()) and len(list(model.modules())) == 1 + 1 + 3, "a gate is no submodule"
+    rig.close()
+
+
+def test_layers_that_would_run_without_a_wait_are_refused() -> None:
+    rig = make_rig()
+    rig.fill_slots([1])
+    load = rig.engine.load([1], [2], layerwise=True)
+    model = model_of(rig)
+    some = list(model.layers)[:-1]
+    with pytest.raises(LayoutError, match="would run without a wait"), layerwise(some, load=load):
+        pass
+    with layerwise(some, load=load, partial=True, require_all=False):
+        pass
+    load.result(LIMIT_S)
     rig.close()

@@ -54,9 +54,10 @@ def thread_of(rig: Rig) -> threading.Thread | None:
 
 def works(rig: Rig) -> bool:
     """Whether the engine still carries bytes."""
+    rig.engine.store([14], [15]).result(LIMIT_S)  # first, since a failed store may have torn the slot
     rows = rig.slots([15])
     rig.engine.load([15], [15]).result(LIMIT_S)
-    return np.array_equal(rig.side.pages([15]), rows)
+    return np.array_equal(rig.side.pages([15]), rows) and np.array_equal(rig.side.pages([14]), rows)
 
 
 # -- acknowledging ---------------------------------------------------------------------------------
@@ -400,4 +401,21 @@ def test_sixty_four_transfers_of_eight_threads(engine: dict[str, Any]) -> None:
     for t in threads:
         t.join(LIMIT_S)
     assert not errors and np.array_equal(rig.side.pages(range(64)), want)
+    rig.close()
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_callback_that_wants_to_end_the_thread_does_not(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    rig = make_rig()
+
+    def raises(_: object) -> None:
+        raise kind("from a callback")
+
+    rig.engine.load([1], [1]).add_done_callback(raises)
+    until(lambda: seen == [kind])
+    assert works(rig)
     rig.close()

@@ -192,6 +192,7 @@ class HostTier:
         self.layout = Layout.page_first(self.spec, slab.num_slots, page_stride_bytes=self.slot_bytes)
         self.ledger = PageLedger(slab.num_slots, "host slot")
         self._extents = Extents(slab.num_slots, 0, "host slot")
+        self._gives_out = False
 
     # --- slots
 
@@ -226,6 +227,7 @@ class HostTier:
             slots = self._grown().allocate(n, after)
             self.trailers[slots, :DIGESTS_OFFSET] = 0
             self.digests[slots] = NOTHING_STORED
+            self._gives_out = True
             return slots
 
     def free(self, slots: Slots, *, wait_s: float = 0.0) -> None:
@@ -251,6 +253,17 @@ class HostTier:
         ids = host_ids(slots, self.num_slots, "host slot", distinct=False)
         with self._lock:
             return self._extents.taken(ids)
+
+    def require_given_out(self, slots: NDArray[np.int64]) -> None:
+        """OwnershipError, naming slots, for one that is not given out. Who never called `allocate` keeps books of his
+        own, as do processes that are attached: nothing is refused then."""
+        with self._lock:
+            if self._gives_out and not (given := self._extents.taken(slots)).all():
+                stale = slots[~given]
+                raise OwnershipError(
+                    f"expected host slots that are given out, got {stale[:8].tolist()}"
+                    f"{' ...' if stale.size > 8 else ''}, which are free; allocate() them first"
+                )
 
     def fragmentation(self) -> Fragmentation:
         """How the free slots lie: runs, the largest, and the share outside it."""

@@ -100,7 +100,7 @@ class PageLedger:
 
     def wait_free(self, ids: Ids, timeout_s: float) -> bool:
         """Block until no transfer touches ``ids`` or the time is up; True if they are free."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
         with self._changed:
             while bool(self._owned()[ids].any()):
                 left = deadline - time.monotonic()

@@ -226,6 +226,7 @@ class PagedCache(Cache):
         self.pool = pool
         self.table = PageTable(pool, pages)
         self._load: TransferHandle | None = None
+        self._allow_unverified = False
         self._arrived: set[int] = set()
         self._views: dict[tuple[int, torch.dtype, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self.paged: list[PagedLayer | PagedSlidingLayer] = [
@@ -240,14 +241,22 @@ class PagedCache(Cache):
         return int(self.get_seq_length())
 
     def load(
-        self, engine: TransferEngine, slots: Slots, *, tokens: int, prompt_tokens: int, layerwise: bool = True
+        self,
+        engine: TransferEngine,
+        slots: Slots,
+        *,
+        tokens: int,
+        prompt_tokens: int,
+        layerwise: bool = True,
+        allow_unverified: bool = False,
     ) -> TransferHandle | None:
         """Begin to load the first ``tokens`` tokens from host ``slots`` (one a page); the cache must be empty.
 
         The prefix is capped at ``prompt_tokens`` - 1: a model must compute one token at least. The length is
         reported at once; each layer waits for its own part when the model reaches it. Before the last layer
         hands its tokens to attention the load's verdict is read, so that a page that did not verify raises
-        TransferError before the forward ends. Returns the handle, or None where nothing is left to load.
+        TransferError before the forward ends (so do pages stored without digests, unless ``allow_unverified``). Returns
+        the handle, or None where nothing is left to load.
         """
         if self.tokens or self._load is not None:
             raise ConfigError(f"load: expected an empty cache, got {self.tokens} tokens")
@@ -258,6 +267,7 @@ class PagedCache(Cache):
         if not needed:
             return None
         self.table.reserve(usable)
+        self._allow_unverified = allow_unverified
         self._load = engine.load(slots[:needed], self.table.pages[:needed], layerwise=layerwise)
         self._arrived = set()
         for layer in self.paged:
@@ -318,6 +328,12 @@ class PagedCache(Cache):
         self._load.wait_layer(layer)
         if len(self._arrived) + 1 == len(self.paged):
             verdict = self._load.verdict()
+            if verdict.unverified_pages and not self._allow_unverified:
+                raise TransferError(
+                    f"load: pages {list(verdict.unverified_pages[:8])} were stored without digests; discard this "
+                    "forward, or load(..., allow_unverified=True)",
+                    verdict.unverified_pages,
+                )
             if not verdict.ok:
                 raise TransferError(
                     f"load: pages {list(verdict.bad_pages)} did not verify; discard this forward, compute the prefix",
