@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.fifo import FifoEvent, FifoStream
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutError, TransferCancelled, TransferError
-from kvtransfer.kernels.events import Observer
+from kvtransfer.kernels.events import Observer, Span
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.pool import KVPool, Stream
@@ -145,8 +146,11 @@ class TransferHandle:
         started = time.monotonic()
         consumer = self._consumer(stream, "wait_layer")
         if self.plan.pages:
-            event = self._recorded(lambda: self._layer_event[layer] if self._chunks_left[layer] == 0 else None)
-            self._hold(consumer, event, layer)
+            if self._observer.spans:
+                with self._span("wait_layer", layer, consumer):
+                    self._wait_layer(layer, consumer)
+            else:
+                self._wait_layer(layer, consumer)
         self._observer.waited(self.number, layer, time.monotonic() - started)
 
     def wait_all(self, stream: Stream | None = None) -> None:
@@ -264,7 +268,16 @@ class TransferHandle:
         state = "ended" if self._ended else "running"
         return f"TransferHandle({self.plan.direction} of {self.plan.pages} pages by {self.plan.path}, {state})"
 
-    # -- for the engine ---------------------------------------------------------------------------
+    # -- for the engine and the hooks -------------------------------------------------------------
+
+    @property
+    def observer(self) -> Observer:
+        return self._observer
+
+    def computing(self, layer: int) -> AbstractContextManager[None]:
+        """Around the work of ``layer``'s forward on the current stream; where the observer wants spans."""
+        on_gpu = self._pool.device.type == "cuda"
+        return self._span("compute", layer, torch.cuda.current_stream(self._pool.device) if on_gpu else None)
 
     @property
     def cancelled(self) -> bool:
@@ -379,6 +392,14 @@ class TransferHandle:
             )
         self._pool.require_declared(stream)
         return stream
+
+    def _wait_layer(self, layer: int, consumer: Stream | None) -> None:
+        event = self._recorded(lambda: self._layer_event[layer] if self._chunks_left[layer] == 0 else None)
+        self._hold(consumer, event, layer)
+
+    def _span(self, name: str, layer: int, stream: Stream | None) -> AbstractContextManager[None]:
+        span = Span(name, self.number, self.plan.direction, "compute", (layer, layer + 1), self.plan.pages, 0, stream)
+        return self._observer.span(span)
 
     def _recorded(self, look: Callable[[], Event | None]) -> Event:
         """Hold the caller until the event that ``look`` returns has been recorded."""
