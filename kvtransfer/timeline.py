@@ -21,78 +21,16 @@ import msgspec
 import torch
 
 from kvtransfer.device_info import device_info
-from kvtransfer.fifo import FifoEvent, FifoStream
+from kvtransfer.fifo import FifoStream
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer, Span
+from kvtransfer.timeline_clock import Anchor, GpuClock, Mark, Stamp
 from kvtransfer.timeline_events import Header, Record, trace_of
 
-RECORD_LIMIT = 65_536  # about 40 MB; a layer-wise load of 32 layers with its forward makes about 110
+RECORD_LIMIT = 65_536  # about 30 MB while it is open; a layer-wise load of 32 layers with its forward makes about 110
 PENDING_LIMIT = 4_096  # spans of which the marks have not been passed yet: at most twice as many CUDA events
 LOOK_AHEAD = 64  # marks that are asked for beyond the first that was not passed: streams run at their own pace
-ANCHOR_S = 2.0  # event times are float32 milliseconds: 0.12 us at 2 s, 8 us at 2 minutes
 CLOSE_WAIT_S = 10.0
-
-
-class _Stamp(FifoEvent):
-    """A point of a FIFO that knows when it was passed, on `time.perf_counter`."""
-
-    at_s = 0.0
-
-    def _finish(self, failure: object) -> None:
-        self.at_s = time.perf_counter()
-        super()._finish(failure)  # type: ignore[arg-type]
-
-
-Mark = torch.cuda.Event | _Stamp
-
-
-@dataclass(frozen=True, slots=True)
-class _Anchor:
-    """A passed CUDA event and when that was, in seconds since the timeline began."""
-
-    at_s: float
-    event: torch.cuda.Event
-
-
-class _GpuClock:
-    """Times of CUDA events of one device, in seconds since ``zero_s`` of `time.perf_counter`.
-
-    Times count from an anchor that was passed before the event was recorded, and is renewed every `ANCHOR_S`.
-    """
-
-    def __init__(self, device: torch.device, zero_s: float) -> None:
-        self._stream = torch.cuda.Stream(device=device)
-        before = time.perf_counter()
-        event = self._record()
-        event.synchronize()
-        self.anchor = _Anchor((before + time.perf_counter()) / 2 - zero_s, event)
-        self._renewed = time.perf_counter()
-        self._next: torch.cuda.Event | None = None
-        self._spare: list[torch.cuda.Event] = []
-
-    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        return event
-
-    def at(self, anchor: _Anchor, event: torch.cuda.Event) -> float:
-        return anchor.at_s + float(anchor.event.elapsed_time(event)) / 1e3
-
-    def give(self, event: torch.cuda.Event) -> None:
-        """``event`` was passed and read: use it again."""
-        self._spare.append(event)
-
-    def renew(self) -> None:
-        """Move the anchor on when it is old. Asks for events, so not where a capture forbids it."""
-        if self._next is not None and self._next.query():
-            self.anchor, self._next = _Anchor(self.at(self.anchor, self._next), self._next), None
-        elif self._next is None and time.perf_counter() - self._renewed > ANCHOR_S:
-            self._next, self._renewed = self._record(), time.perf_counter()
-
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
 
 
 @dataclass(slots=True)
@@ -100,7 +38,7 @@ class _Pending:
     record: Record
     first: Mark
     last: Mark
-    anchor: _Anchor | None
+    anchor: Anchor | None
 
 
 class Timeline(Observer):
@@ -139,7 +77,7 @@ class Timeline(Observer):
         self._groups = itertools.count(1)
         self._inside = threading.local()
         self._zero_s = time.perf_counter()
-        self._gpu = _GpuClock(device, self._zero_s) if device.type == "cuda" else None
+        self._gpu = GpuClock(device, self._zero_s) if device.type == "cuda" else None
         self._link = (link_gbps, "given" if link_gbps is not None else "")
         self._device, self._pool_name = device, pool_name
 
@@ -220,7 +158,7 @@ class Timeline(Observer):
         if stream is None or self._closed or self._lost:
             return None
         if isinstance(stream, FifoStream):
-            stamp = _Stamp()
+            stamp = Stamp()
             stream.record(stamp)
             return stamp
         if self._gpu is None:
@@ -232,7 +170,7 @@ class Timeline(Observer):
         with self._lock:
             return self._gpu.mark(stream)
 
-    def _add(self, record: Record, first: Mark | None, last: Mark | None, anchor: _Anchor | None) -> None:
+    def _add(self, record: Record, first: Mark | None, last: Mark | None, anchor: Anchor | None) -> None:
         with self._lock:
             if self._closed:
                 return
@@ -270,8 +208,8 @@ class Timeline(Observer):
 
     def _read(self, pending: _Pending) -> Record:
         record, first, last = pending.record, pending.first, pending.last
-        if isinstance(first, _Stamp) or isinstance(last, _Stamp):
-            assert isinstance(first, _Stamp) and isinstance(last, _Stamp)
+        if isinstance(first, Stamp) or isinstance(last, Stamp):
+            assert isinstance(first, Stamp) and isinstance(last, Stamp)
             record.on_stream = (first.at_s - self._zero_s, last.at_s - self._zero_s)
             return record
         assert self._gpu is not None and pending.anchor is not None

@@ -77,6 +77,8 @@ def trace_of(records: Iterable[Record], header: Header) -> dict[str, Any]:
 
 def is_link(span: Span) -> bool:
     """Whether the span's bytes cross the link between pool and host (on a CPU: what stands for it)."""
+    if span.row == "compute":
+        return False
     return span.name in ("copy", "strided", "mapped") or (span.name == "relayout" and span.row.startswith("copy_"))
 
 
