@@ -146,11 +146,15 @@ class TransferHandle:
         started = time.monotonic()
         consumer = self._consumer(stream, "wait_layer")
         if self.plan.pages:
+
+            def look() -> Event | None:
+                return self._layer_event[layer] if self._chunks_left[layer] == 0 else None
+
             if self._observer.spans:
                 with self._span("wait_layer", layer, consumer):
-                    self._wait_layer(layer, consumer)
+                    self._hold(consumer, self._recorded(look), layer)
             else:
-                self._wait_layer(layer, consumer)
+                self._hold(consumer, self._recorded(look), layer)
         self._observer.waited(self.number, layer, time.monotonic() - started)
 
     def wait_all(self, stream: Stream | None = None) -> None:
@@ -392,10 +396,6 @@ class TransferHandle:
             )
         self._pool.require_declared(stream)
         return stream
-
-    def _wait_layer(self, layer: int, consumer: Stream | None) -> None:
-        event = self._recorded(lambda: self._layer_event[layer] if self._chunks_left[layer] == 0 else None)
-        self._hold(consumer, event, layer)
 
     def _span(self, name: str, layer: int, stream: Stream | None) -> AbstractContextManager[None]:
         span = Span(name, self.number, self.plan.direction, "compute", (layer, layer + 1), self.plan.pages, 0, stream)

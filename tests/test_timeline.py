@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -406,4 +407,17 @@ def test_a_layerwise_store_alone(tmp_path: Path) -> None:
         store.result(LIMIT_S)
     trace = load_trace(tmp_path / "out.json")
     assert row_names(trace, GROUPS) == [f"store layer {i}" for i in range(EVEN.num_layers)]
+    rig.close()
+
+
+def test_the_example_in_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    rig = make_rig(spec=EVEN)
+    model = torch.nn.Sequential(*layers(EVEN.num_layers))
+    model.layers = list(model)
+    names = {"slots": [1, 2], "pages": [3, 4], "model": model, "inputs": torch.zeros(1)}
+    monkeypatch.chdir(tmp_path)
+    exec(block, {"engine": rig.engine, "layerwise": layerwise, **names})
+    assert len(complete(load_trace(tmp_path / "out.json"), STREAMS, cat="compute")) == EVEN.num_layers
     rig.close()
