@@ -39,7 +39,7 @@ class Span:
 class Observer:
     """Told of every stage. Override what you need; all methods are no-ops here.
 
-    ``transfer`` is an integer id, unique in the process. Sizes are bytes, times are seconds.
+    ``transfer`` is an integer id, unique in its engine. Sizes are bytes, times are seconds.
     ``spans`` says whether `span` wants to be called. Whoever has a span to tell tests it first, and makes nothing where
     it is False.
     """

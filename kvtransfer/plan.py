@@ -19,7 +19,8 @@ from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import box_bytes
 from kvtransfer.kernels.spec import KVSpec
 
-PATHS = ("staged", "strided", "mapped", "device", "cpu")
+HOST_PATHS = ("staged", "strided", "mapped", "cpu")  # between a pool and host slots
+PATHS = (*HOST_PATHS, "device")
 
 BATCH_PIECE_BYTES = 256 * 1024  # H2D batches: 39 GB/s at 128 KiB, 52 at 1 MiB, of 55 (H200)
 STRIDED_CALL_BYTES = 1 << 20  # a call costs 8 us of CPU, in which the link moves 440 KB
@@ -138,7 +139,7 @@ def _preference(f: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
         return ("cpu", "staged"), {"cpu": "the pool is in host memory", "staged": "a ring gains nothing on a CPU"}
     merged = f.direct.merged
     row = min(e.piece_bytes for e in merged)
-    runs = f.pages if f.runs is None else max(f.runs, 1)
+    runs = max(f.pages if f.runs is None else f.runs, 1)
     call = row * f.pages // runs
     good_rows = all(not e.loops for e in merged) and (row >= STRIDED_ROW_BYTES or runs == f.pages == 1)
     piece = _staged_piece(f)

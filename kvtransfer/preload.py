@@ -66,5 +66,6 @@ def _launches(shop: Workshop, host_pinned: bool) -> Iterator[tuple[str, Box]]:
         for box in staged_boxes(spec, slot_bytes, groups):
             yield "pool>ring", box
             yield "ring>pool", box
-    for i, j in single:  # strided copies digest layer by layer
+    yield "pool>ring", Box.whole(spec)  # strided copies digest whole pages
+    for i, j in single:  # or layer by layer
         yield "pool>ring", Box(i, j, 0, spec.page_size)

@@ -24,6 +24,7 @@ from kvtransfer.device_info import device_info
 from kvtransfer.fifo import FifoStream
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer, Span
+from kvtransfer.pool import is_capturing
 from kvtransfer.timeline_clock import Anchor, GpuClock, Mark, Stamp
 from kvtransfer.timeline_events import Header, Record, trace_of
 
@@ -163,10 +164,8 @@ class Timeline(Observer):
             return stamp
         if self._gpu is None:
             return None
-        if span.row == "compute":  # somebody else's stream
-            with torch.cuda.stream(stream):
-                if torch.cuda.is_current_stream_capturing():
-                    return None
+        if span.row == "compute" and is_capturing(stream):
+            return None
         with self._lock:
             return self._gpu.mark(stream)
 

@@ -414,9 +414,16 @@ def test_the_example_in_the_documents(tmp_path: Path, monkeypatch: pytest.Monkey
     page = (ROOT / "docs" / "profiling.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(.*?)```", page, re.S)
     rig = make_rig(spec=EVEN)
-    model = torch.nn.Sequential(*layers(EVEN.num_layers))
-    model.layers = list(model)
-    names = {"slots": [1, 2], "pages": [3, 4], "model": model, "inputs": torch.zeros(1)}
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers(EVEN.num_layers)
+
+        def forward(self, x: torch.Tensor) -> None:
+            forward(self.layers)
+
+    names = {"slots": [1, 2], "pages": [3, 4], "model": Model(), "inputs": torch.zeros(1)}
     monkeypatch.chdir(tmp_path)
     exec(block, {"engine": rig.engine, "layerwise": layerwise, **names})
     assert len(complete(load_trace(tmp_path / "out.json"), STREAMS, cat="compute")) == EVEN.num_layers
