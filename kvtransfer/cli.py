@@ -1,5 +1,6 @@
-"""The command line: `kvtransfer demo`, `kvtransfer info`. Exit status 1: the demo's outputs differ or a transfer
-failed; 2: bad input.
+"""The command line: `kvtransfer demo`, `kvtransfer info`, `kvtransfer timeline`.
+
+Exit status 1: the demo's outputs differ or a transfer failed; 2: bad input.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+timeline_app = typer.Typer(help="Read what `engine.timeline` or KVTRANSFER_TIMELINE recorded.", no_args_is_help=True)
+app.add_typer(timeline_app, name="timeline")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -110,6 +113,27 @@ def info() -> None:
             link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width} ({gpu.pcie_theoretical_gbps:.1f} GB/s in theory)"
         node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
         print(f"cuda:{index} {gpu.name}, driver {gpu.driver}, {link}, at {gpu.pci_bus_id}{node}")
+
+
+@timeline_app.command()
+def summarize(
+    file: Annotated[Path, typer.Argument(help="The trace.")],
+    link_gbps: Annotated[
+        float | None, typer.Option(help="GB/s that the link can do one way, in place of what the trace says.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write one page that draws the trace.", metavar="FILE")] = None,
+) -> None:
+    """Exposed wait a layer, overlap of copies and compute, achieved share of the link."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvtransfer.timeline_report import print_summary, read_trace, summarize, write_page  # noqa: PLC0415
+
+    trace = read_trace(file)
+    summary = summarize(trace, link_gbps)
+    print_summary(summary, Console(highlight=False))
+    if html is not None:
+        write_page(trace, summary, html)
+        print(f"written: {html}")
 
 
 if __name__ == "__main__":

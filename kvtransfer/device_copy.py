@@ -59,7 +59,7 @@ class DeviceCopy(Transfer):
             self.spec, geometry, table, shop.pool.buffers, self.target.buffers, *self._ids, chunk.first, chunk.count,
             packed=None,
         )  # fmt: skip
-        lanes.relayout(self.kernel_lane, task)
+        self.relayout("relayout", self.kernel_lane, chunk, task)
         self.tell("relayout", chunk)
         return lanes.record(self.kernel_lane)
 

@@ -12,8 +12,11 @@ import itertools
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,7 +29,7 @@ from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, Observer, Observers, Span
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.plan import HOST_PATHS, Facts, Plan, count_runs, make_plan
 from kvtransfer.pool import KVPool, Stream, is_capturing
@@ -35,8 +38,12 @@ from kvtransfer.staging import StagingRing
 from kvtransfer.submitter import Submitter
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.ledger import PageLedger, claim_all
+from kvtransfer.trace import NvtxObserver, nvtx_wanted, timeline_wanted
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import FlagSets, Workshop
+
+if TYPE_CHECKING:
+    from kvtransfer.timeline import Timeline
 
 DEFAULT_STAGING_BYTES = 192 << 20
 LONGEST_DEADLINE_S = 1e6  # eleven days: what a thread can wait for is limited
@@ -53,6 +60,8 @@ class TransferEngine:
     deadline_s     of each transfer, from its call, unless the call says otherwise
     script         staged layer-wise loads go to the driver in one call without the GIL (`kvtransfer.scripted`); new,
                    and off until it has been measured in more forwards
+    observer       told of every stage; more may be added to ``engine.observer`` later. KVTRANSFER_NVTX=1 and
+                   KVTRANSFER_TIMELINE=FILE add ours (docs/profiling.md)
     delays         CPU only: hold lanes back (tests)
     """
 
@@ -84,11 +93,14 @@ class TransferEngine:
         self.pool, self.host = pool, host
         self.deadline_s = deadline_s
         self.path = path
-        self.observer = observer
+        self.observer = Observers(observer)
+        if nvtx_wanted():
+            self.observer.add(NvtxObserver())
         if on_gpu:
             # Copies of pageable memory hold their submitter for as long as they take: not with the GIL as well.
-            copier = None if host.pinned else CopyEngine.create(pool.device, keep_gil_below=0, observer=observer)
-            lanes: CudaLanes | CpuLanes = CudaLanes(pool.device, observer, copier)
+            told = self.observer
+            copier = None if host.pinned else CopyEngine.create(pool.device, keep_gil_below=0, observer=told)
+            lanes: CudaLanes | CpuLanes = CudaLanes(pool.device, told, copier)
         else:
             lanes = CpuLanes(delays)
         if isinstance(staging_bytes, StagingRing):
@@ -96,7 +108,7 @@ class TransferEngine:
                 raise ConfigError(f"staging_bytes: expected a ring on {pool.device}, got {staging_bytes.memory.device}")
             ring: StagingRing | None = staging_bytes
         elif on_gpu or path == "staged":
-            ring = StagingRing.create(pool.device, staging_bytes, observer)
+            ring = StagingRing.create(pool.device, staging_bytes, self.observer)
         else:
             ring = None  # the CPU path needs none
         for memory in (*pool.buffers, host.payload, *([ring.memory] if ring is not None else [])):
@@ -109,7 +121,7 @@ class TransferEngine:
             FlagSets(pool.device, pool.spec.num_layers) if on_gpu else None,
             sm_budget,
             verify,
-            observer,
+            self.observer,
             host.address + (host.device_shift(pool.device) if on_gpu and host.pinned else 0),
         )
         self._direct = {
@@ -128,6 +140,11 @@ class TransferEngine:
             load_kernels(self._shop, host_pinned=host.pinned)
             if script:
                 self._shop.submitter = Submitter.create(lanes.copier, observer)
+        self._timeline: Timeline | None = None
+        wanted = timeline_wanted(pool.name)
+        if wanted is not None:
+            self._timeline = self._open_timeline(wanted, None, overwrite=False)
+            weakref.finalize(self, self._timeline.close)  # also at the end of the process
 
     # -- transfers --------------------------------------------------------------------------------
 
@@ -196,6 +213,22 @@ class TransferEngine:
         slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
         return self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
 
+    @contextmanager
+    def timeline(self, file: str | Path, *, link_gbps: float | None = None) -> Iterator[Timeline]:
+        """While open, what happens is recorded; at the end it is written to ``file`` as a Chrome/Perfetto trace.
+
+        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints
+
+        Take the results of transfers inside the block: what is not through when it ends is cut off. Not while a CUDA
+        graph is captured. Raises ConfigError where the file can't be written.
+        """
+        timeline = self._open_timeline(file, link_gbps, overwrite=True)
+        try:
+            yield timeline
+        finally:
+            self.observer.remove(timeline)
+            timeline.close()
+
     def close(self, drain: bool = True, timeout_s: float = 60.0) -> list[TransferHandle]:
         """Take no more transfers; ``drain`` waits for those under way, otherwise they are cancelled.
 
@@ -212,6 +245,9 @@ class TransferEngine:
             raise DeadlineExceeded(f"close: {len(self._pump.pending())} transfers had not ended after {timeout_s:g} s")
         self._pump.close()
         self._shop.lanes.close()
+        if self._timeline is not None:
+            self.observer.remove(self._timeline)
+            self._timeline.close()
         return dropped
 
     def __enter__(self) -> TransferEngine:
@@ -256,6 +292,16 @@ class TransferEngine:
 
     def _launch(self, transfer: Transfer, claims: list[tuple[PageLedger, Ids | None]], *, here: bool) -> None:
         """Claim, then submit: here, by the caller layer by layer, or on the engine's thread."""
+        if self.observer.spans:
+            handle, plan = transfer.handle, transfer.plan
+            layers = (0, self.pool.spec.num_layers)
+            span = Span("submit", handle.number, plan.direction, "", layers, plan.pages, plan.total_bytes)
+            with self.observer.span(span):
+                self._claim_and_submit(transfer, claims, here)
+        else:
+            self._claim_and_submit(transfer, claims, here)
+
+    def _claim_and_submit(self, transfer: Transfer, claims: list[tuple[PageLedger, Ids | None]], here: bool) -> None:
         with self._order:
             if self._closed:
                 raise TransferError("the engine is closed")
@@ -309,7 +355,20 @@ class TransferEngine:
             self.host.pinned,
         )
         forced = self.path if path is None else path
-        return make_plan(facts, None if forced == "auto" else forced)
+        chosen = None if forced == "auto" else forced
+        if self.observer.spans:
+            spec, pages_ = self.pool.spec, slots.size
+            span = Span("plan", 0, direction, "", (0, spec.num_layers), pages_, pages_ * spec.page_bytes)
+            with self.observer.span(span):
+                return make_plan(facts, chosen)
+        return make_plan(facts, chosen)
+
+    def _open_timeline(self, file: str | Path, link_gbps: float | None, *, overwrite: bool) -> Timeline:
+        from kvtransfer.timeline import Timeline  # noqa: PLC0415  (most engines never open one)
+
+        timeline = Timeline(file, self.pool.device, self.pool.name, link_gbps=link_gbps, overwrite=overwrite)
+        self.observer.add(timeline)
+        return timeline
 
     def _fences(self, pool: KVPool, gpu_ids: torch.Tensor | None = None) -> tuple[list[Event], torch.Tensor | None]:
         """Events after all that the pool's streams have been given so far, and the GPU's ids copied in the caller's

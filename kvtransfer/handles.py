@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.fifo import FifoEvent, FifoStream
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutError, TransferCancelled, TransferError
-from kvtransfer.kernels.events import Observer
+from kvtransfer.kernels.events import Observer, Span
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.pool import KVPool, Stream, is_capturing
@@ -180,8 +181,15 @@ class TransferHandle:
         started = time.monotonic()
         consumer = self._consumer(stream, "wait_layer")
         if self.plan.pages:
-            event = self._recorded(lambda: self._layer_event[layer] if self._chunks_left[layer] == 0 else None)
-            self._hold(consumer, event, layer)
+
+            def look() -> Event | None:
+                return self._layer_event[layer] if self._chunks_left[layer] == 0 else None
+
+            if self._observer.spans:
+                with self._span("wait_layer", layer, consumer):
+                    self._hold(consumer, self._recorded(look), layer)
+            else:
+                self._hold(consumer, self._recorded(look), layer)
         self._observer.waited(self.number, layer, time.monotonic() - started)
 
     def wait_all(self, stream: Stream | None = None) -> None:
@@ -304,7 +312,16 @@ class TransferHandle:
         state = "ended" if self._ended else "running"
         return f"TransferHandle({self.plan.direction} of {self.plan.pages} pages by {self.plan.path}, {state})"
 
-    # -- for the engine ---------------------------------------------------------------------------
+    # -- for the engine and the hooks -------------------------------------------------------------
+
+    @property
+    def observer(self) -> Observer:
+        return self._observer
+
+    def computing(self, layer: int) -> AbstractContextManager[None]:
+        """Around the work of ``layer``'s forward on the current stream; where the observer wants spans."""
+        on_gpu = self._pool.device.type == "cuda"
+        return self._span("compute", layer, torch.cuda.current_stream(self._pool.device) if on_gpu else None)
 
     @property
     def cancelled(self) -> bool:
@@ -460,6 +477,10 @@ class TransferHandle:
     def _require_declared(self, stream: Stream) -> None:
         if not self._target.declares(stream):
             self._pool.require_declared(stream)
+
+    def _span(self, name: str, layer: int, stream: Stream | None) -> AbstractContextManager[None]:
+        span = Span(name, self.number, self.plan.direction, "compute", (layer, layer + 1), self.plan.pages, 0, stream)
+        return self._observer.span(span)
 
     def _recorded(self, look: Callable[[], Event | None]) -> Event:
         """Hold the caller until the event that ``look`` returns has been recorded."""

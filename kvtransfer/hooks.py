@@ -14,7 +14,7 @@ inside ``layerwise`` (or attach `LayerGate`s with ``prepare`` before compiling),
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -116,17 +116,25 @@ def layerwise(
         raise TransferError("layerwise: a block is open over these layers already; close it first")
     ran = [False] * len(modules)
     written = [False] * len(modules)
+    told = load if load is not None else store  # whose observer hears of the layers' own work
+    computing: list[tuple[int, AbstractContextManager[None]]] = []
 
     def waiter(i: int) -> Callable[[], None]:
         def wait() -> None:
             ran[i] = True
             if load is not None:
                 load.wait_layer(first_layer + i)
+            if told is not None and told.observer.spans:
+                span = told.computing(first_layer + i)
+                span.__enter__()
+                computing.append((i, span))
 
         return wait
 
     def writer(i: int) -> Callable[[], None]:
         def tell() -> None:
+            while computing and any(i == begun for begun, _ in computing):  # one whose forward raised is behind it
+                computing.pop()[1].__exit__(None, None, None)
             if store is not None and not written[i]:
                 written[i] = True
                 store.layer_written(first_layer + i)
@@ -154,6 +162,8 @@ def layerwise(
             store.cancel()
         raise
     finally:
+        while computing:
+            computing.pop()[1].__exit__(None, None, None)
         for remover in removers:
             remover.remove()
         for gate in gates:

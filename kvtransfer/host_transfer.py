@@ -13,6 +13,7 @@ from kvtransfer.handles import LayerFlags, PageState, TransferHandle, Verdict
 from kvtransfer.kernels import check, mapped
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
+from kvtransfer.kernels.table import CopyTable
 from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
 from kvtransfer.scripted import can_launch, submit_load
@@ -174,7 +175,12 @@ class HostTransfer(Transfer):
 
     def _ring_copy(self, chunk: Chunk, ring_address: int) -> None:
         dst, src, sizes = self.ring_descriptors(chunk, ring_address)
-        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=self.any_order)
+        lanes, lane = self.shop.lanes, self.copy_lane
+        if self.shop.observer.spans:
+            with self.span("copy", lane, chunk):
+                lanes.batch(lane, dst, src, sizes, any_order=self.any_order)
+        else:
+            lanes.batch(lane, dst, src, sizes, any_order=self.any_order)
 
     @property
     def any_order(self) -> bool:
@@ -209,7 +215,7 @@ class HostTransfer(Transfer):
             src_shift=0 if out else address, dst_shift=address if out else 0,
             digests=self.digests, status=self._status,
         )  # fmt: skip
-        self.shop.lanes.relayout(self.kernel_lane, task)
+        self.relayout(self.kernel_lane, self.kernel_lane, chunk, task)
 
     def _strided(self, chunk: Chunk) -> Event:
         """Copy engine straight between pool and host; a kernel only reads along for the digests."""
@@ -223,7 +229,11 @@ class HostTransfer(Transfer):
         src_ids, dst_ids = (self.slots[part], self.pages[part]) if self.load else (self.pages[part], self.slots[part])
         pool, host = [b.data_ptr() for b in self.shop.pool.buffers], [self.shop.host_address]
         src_bases, dst_bases = (host, pool) if self.load else (pool, host)
-        self._copy_runs(geometry, src_bases, dst_bases, src_ids, dst_ids)
+        if self.shop.observer.spans:
+            with self.span("strided", self.copy_lane, chunk):
+                self._copy_runs(geometry, src_bases, dst_bases, src_ids, dst_ids)
+        else:
+            self._copy_runs(geometry, src_bases, dst_bases, src_ids, dst_ids)
         if self.load:
             lanes.wait("scatter", lanes.record("copy_in"))
             self._digest_pool(chunk)
@@ -264,7 +274,7 @@ class HostTransfer(Transfer):
             self.spec, geometry, table, self.shop.pool.buffers, (), self.ids, None, chunk.first, chunk.count,
             packed=None, digests=self.digests, status=self._status, store=False,
         )  # fmt: skip
-        self.shop.lanes.relayout(self.kernel_lane, task)
+        self.relayout("digest", self.kernel_lane, chunk, task)
 
     def _mapped(self, chunk: Chunk) -> Event:
         lanes, flag_sets = self.shop.lanes, self.shop.flags
@@ -274,18 +284,25 @@ class HostTransfer(Transfer):
         with lanes.on(self.kernel_lane):
             flags, held = flag_sets.take()
             target = held + self.shop.ctas
-            mapped.mapped_copy(
-                table, chunk.count, flags, self.shop.ctas,
-                src_ids=self._slot_ids if self.load else self.ids,
-                dst_ids=self.ids if self.load else self._slot_ids,
-                src_first=chunk.first, dst_first=chunk.first,
-                status=self._status, digests=self.digests,
-            )  # fmt: skip
+            if self.shop.observer.spans:
+                with self.span("mapped", self.kernel_lane, chunk):
+                    self._launch_mapped(chunk, table, flags)
+            else:
+                self._launch_mapped(chunk, table, flags)
             self._flags = (flags, target)  # not before: a set that no launch raises would never reach its target again
         self.tell("mapped", chunk)
         if self.load and lanes.copier.supports_flags:
             self.handle.flags_submitted(LayerFlags(lanes.copier, flags.data_ptr(), target & 0xFFFFFFFF, flags))
         return lanes.record(self.kernel_lane)
+
+    def _launch_mapped(self, chunk: Chunk, table: CopyTable, flags: torch.Tensor) -> None:
+        mapped.mapped_copy(
+            table, chunk.count, flags, self.shop.ctas,
+            src_ids=self._slot_ids if self.load else self.ids,
+            dst_ids=self.ids if self.load else self._slot_ids,
+            src_first=chunk.first, dst_first=chunk.first,
+            status=self._status, digests=self.digests,
+        )  # fmt: skip
 
     def _cpu(self, chunk: Chunk) -> Event:
         shop, box = self.shop, chunk.box
@@ -308,7 +325,7 @@ class HostTransfer(Transfer):
             dst_ids=self.ids if self.load else slots,
             first=chunk.first, count=chunk.count, packed=packed, digests=self.digests,
         )  # fmt: skip
-        shop.lanes.relayout(self.copy_lane, task)
+        self.relayout("relayout", self.copy_lane, chunk, task)
         self.tell("relayout", chunk)
         return shop.lanes.record(self.copy_lane)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from kvtransfer.handles import PageState, TransferHandle, Verdict
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box
 from kvtransfer.kernels.errors import KVTransferError, LayoutError, TransferError
+from kvtransfer.kernels.events import Span
 from kvtransfer.kernels.layout import box_bytes
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
+from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask, as_transfer_error
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.tiers.ledger import PageLedger
 from kvtransfer.workshop import Workshop
@@ -111,6 +113,13 @@ class Transfer(ABC):
 
     def submit(self, chunk: Chunk) -> None:
         """Submit one chunk and tell the handle."""
+        if self.shop.observer.spans:
+            with self.span("layers", "", chunk):
+                self._submit(chunk)
+        else:
+            self._submit(chunk)
+
+    def _submit(self, chunk: Chunk) -> None:
         self.shop.lanes.owner = self.handle
         self._next += 1
         self.handle.chunk_begun(chunk)
@@ -240,10 +249,29 @@ class Transfer(ABC):
 
     def tell(self, stage: str, chunk: Chunk) -> None:
         """Tell the observer of one stage of a chunk."""
+        layers = (chunk.box.layer_start, chunk.box.layer_stop)
+        self.shop.observer.submitted(self.handle.number, stage, layers, chunk.count, self._bytes(chunk))
+
+    def span(self, name: str, lane: str, chunk: Chunk) -> AbstractContextManager[None]:
+        """Around the enqueueing of work for ``chunk`` on ``lane`` ("": on none); where the observer wants spans."""
+        layers = (chunk.box.layer_start, chunk.box.layer_stop)
+        stream = self.shop.lanes.streams[lane] if lane else None
+        span = Span(
+            name, self.handle.number, self.plan.direction, lane, layers, chunk.count, self._bytes(chunk), stream
+        )
+        return self.shop.observer.span(span)
+
+    def relayout(self, stage: str, lane: str, chunk: Chunk, task: RelayoutTask) -> None:
+        """Enqueue one relayout of ``chunk`` on ``lane``."""
+        if self.shop.observer.spans:
+            with self.span(stage, lane, chunk):
+                self.shop.lanes.relayout(lane, task)
+        else:
+            self.shop.lanes.relayout(lane, task)
+
+    def _bytes(self, chunk: Chunk) -> int:
         box: Box = chunk.box
-        nbytes = box_bytes(self.spec, box.layer_start, box.layer_stop, box.token_start, box.token_stop)
-        layers = (box.layer_start, box.layer_stop)
-        self.shop.observer.submitted(self.handle.number, stage, layers, chunk.count, nbytes * chunk.count)
+        return chunk.count * box_bytes(self.spec, box.layer_start, box.layer_stop, box.token_start, box.token_stop)
 
     def _lane_error(self) -> KVTransferError | None:
         """What went wrong on the CPU's lanes outside any transfer's steps (a gate that stayed shut); taken off them."""
