@@ -15,10 +15,9 @@ from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
+from kvtransfer.predict import STRIDED_RUN_PAGES
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import Workshop
-
-STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 8 descriptors' worth of CPU
 
 
 class HostTransfer(Transfer):
