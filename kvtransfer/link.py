@@ -51,7 +51,8 @@ class ProfileKey(msgspec.Struct, frozen=True):
 
     @property
     def file_name(self) -> str:
-        return f"{self.file_stem}{_slug(f'{self.driver} gen{self.pcie_gen} x{self.pcie_width}')}.json"
+        link = "" if self.pcie_gen is None else f" gen{self.pcie_gen} x{self.pcie_width}"
+        return f"{self.file_stem}{_slug(self.driver + link)}.json"
 
     def __str__(self) -> str:
         link = "" if self.pcie_gen is None else f", PCIe {self.pcie_gen}.0 x{self.pcie_width}"

@@ -53,7 +53,7 @@ def one_piece(piece_bytes: int, pages: int) -> tuple[KVSpec, Layout]:
 class CudaMeter:
     """Runs on one GPU, between a region of device memory and one of pinned host memory for each direction."""
 
-    paths = ("staged", "strided", "mapped")
+    paths: tuple[str, ...] = ("staged", "strided", "mapped")
     both = True
     largest_bytes = GPU_REGION_BYTES
 
@@ -291,7 +291,7 @@ class CudaMeter:
 class CpuMeter:
     """Runs of the CPU backend: the plain-torch relayout, and copies one by one between host addresses."""
 
-    paths = ("cpu", "staged")
+    paths: tuple[str, ...] = ("cpu", "staged")
     both = False
     largest_bytes = CPU_REGION_BYTES // 2
 

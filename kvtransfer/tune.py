@@ -22,12 +22,9 @@ PIECE_BYTES = {
     "mapped": tuple(n * KIB // 2 for n in (1, 4, 16, 64, 512, 8192)),
     "cpu": (512, *(n * KIB for n in (4, 32, 256, 4096))),
 }
-COUNTS = {
-    "staged": (16, 128, 1024, 8192, 65_536),
-    "strided": (1, 4, 16, 128, 1024, 8192),  # rows of one call
-    "mapped": (16, 128, 1024, 8192, 65_536),
-    "cpu": (16, 128, 1024, 8192),
-}
+# Steps of four: rates between them are then read within 6 %, where a fixed start gives way to a rate by piece.
+_STEPS = (16, 64, 256, 1024, 4096, 16_384, 65_536)
+COUNTS = {"staged": _STEPS, "strided": (1, 4, *_STEPS), "mapped": _STEPS, "cpu": _STEPS}  # strided: rows of one call
 BOTH_PIECE_BYTES = (2 * KIB, 64 * KIB, 1024 * KIB)
 BOTH_COUNTS = (128, 8192)
 RELAYOUT_PIECE_BYTES = (256, 2 * KIB, 32 * KIB)
