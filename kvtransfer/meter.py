@@ -7,6 +7,7 @@ CPU is a figure of its own.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -48,6 +49,12 @@ def one_piece(piece_bytes: int, pages: int) -> tuple[KVSpec, Layout]:
     """Pages of one piece each."""
     spec = KVSpec.mla(1, 1, piece_bytes)
     return spec, Layout.page_first(spec, pages)
+
+
+def addresses(layout: Layout, memory: torch.Tensor) -> list[int]:
+    """Where a layout's buffers begin, laid one after the other into ``memory``."""
+    starts = itertools.accumulate(layout.buffer_bytes, initial=memory.data_ptr())
+    return list(starts)[:-1]
 
 
 class CudaMeter:
@@ -214,7 +221,8 @@ class CudaMeter:
         self, spec: KVSpec, src: Layout, dst: Layout, source: torch.Tensor, target: torch.Tensor, tile: int, warps: int
     ) -> CopyTable:
         geometry = coalesce(spec, Side.of(src), Side.of(dst), Box.whole(spec), order="src")
-        return build_table(geometry, spec, [source.data_ptr()], [target.data_ptr()], self.device, tile, warps)
+        ends = addresses(src, source), addresses(dst, target)
+        return build_table(geometry, spec, *ends, self.device, tile, warps)
 
     def relayout(self, piece_bytes: int) -> tuple[int, Runner]:
         nbytes, enqueue = self._relayout(piece_bytes)
@@ -341,8 +349,9 @@ class CpuMeter:
 
     def cpu_us(self, what: str) -> float:
         """A descriptor is a memmove of 512 bytes, a call one of 16 rows, a launch a relayout of one page."""
+        most = min(1024, self.largest_bytes // 512)
         works = {
-            "descriptor": (self._work("staged", "h2d", 512, 1024), 1024),
+            "descriptor": (self._work("staged", "h2d", 512, most), most),
             "call": (self._work("staged", "h2d", 512, 16), 1),
             "launch": (self._work("cpu", "h2d", 512, 1), 1),
         }
