@@ -228,6 +228,8 @@ def _figures(p: Prediction) -> str:
 def _reason(t: Terrain, chosen: Prediction, others: Sequence[Prediction], barred: dict[str, str]) -> str:
     if not t.on_gpu:
         return "the pool is in host memory"
+    if not chosen.seconds:
+        return "there is nothing to move"
     if any(p.path not in barred and p.finish_s < chosen.finish_s for p in others):
         return f"within {MARGIN:.0%} of the quickest, and it takes less from the model"
     return "predicted to be through first" if others else "no other path can carry it"

@@ -77,7 +77,8 @@ class Runs:
         if joints.size == 0:
             return cls(ids.size, ids.size, 0, 0)
         ends = np.flatnonzero(joints[1:] - joints[:-1] != 1)
-        lengths = np.diff(ends, prepend=-1, append=joints.size - 1) + 1  # k joints in a row join k + 1 pages
+        bounds = np.concatenate(([-1], ends, [joints.size - 1]))
+        lengths = bounds[1:] - bounds[:-1] + 1  # k joints in a row join k + 1 pages
         long = lengths[lengths >= STRIDED_RUN_PAGES]
         return cls(ids.size, ids.size - joints.size, long.size, int(long.sum()))
 

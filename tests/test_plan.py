@@ -236,17 +236,16 @@ def test_the_choice_is_never_far_from_the_best_prediction(
 
 
 def test_planning_8192_pages_is_quick() -> None:
-    """Under 0.3 ms, the runs counted: the best of many calls, since other processes share the machine."""
+    """Under 0.3 ms, the runs counted: the best of many calls, by the thread's own clock, since others share the cores."""
     ids = np.random.default_rng(0).permutation(8192), np.random.default_rng(1).permutation(8192)
-    for spec in (TOKENS, MEDIUM, BIG):
-        for layerwise in (False, True):
-            terrain = facts(spec).terrain
-            times = []
-            for _ in range(200):
-                started = time.perf_counter()
-                make_plan(Facts(terrain, 8192, Runs.of(*ids), Runs.of(ids[0]), layerwise))
-                times.append(time.perf_counter() - started)
-            assert min(times) < 0.3e-3, f"{spec.page_size} {layerwise}: {min(times) * 1e6:.0f} us"
+    for spec, layerwise in itertools.product((TOKENS, MEDIUM, BIG), (False, True)):
+        terrain = facts(spec).terrain
+        times = []
+        for _ in range(300):
+            started = time.thread_time()
+            make_plan(Facts(terrain, 8192, Runs.of(*ids), Runs.of(ids[0]), layerwise))
+            times.append(time.thread_time() - started)
+        assert min(times) < 0.3e-3, f"{spec.page_size} {layerwise}: {min(times) * 1e6:.0f} us"
 
 
 def test_a_small_transfer_on_the_cpu_goes_in_blocks_of_pages() -> None:
