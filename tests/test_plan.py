@@ -236,7 +236,7 @@ def test_the_choice_is_never_far_from_the_best_prediction(
 
 
 def test_planning_8192_pages_is_quick() -> None:
-    """Under 0.3 ms, the runs counted: the best of many calls by the thread's own clock, since others share the cores."""
+    """Under 0.3 ms, the runs counted: the best of many calls by the thread's own clock, for others share the cores."""
     ids = np.random.default_rng(0).permutation(8192), np.random.default_rng(1).permutation(8192)
     for spec, layerwise in itertools.product((TOKENS, MEDIUM, BIG), (False, True)):
         terrain = facts(spec).terrain
