@@ -12,7 +12,7 @@ from typing import Any
 class Observer:
     """Told of every stage. Override what you need; all methods are no-ops here.
 
-    ``transfer`` is an integer id, unique in the process. Sizes are bytes, times are seconds.
+    ``transfer`` is an integer id, unique in its engine. Sizes are bytes, times are seconds.
     """
 
     def planned(self, transfer: int, direction: str, path: str, pages: int, total_bytes: int) -> None:

@@ -33,8 +33,8 @@ __all__ = ["mapped_copy", "mapped_kernel", "relayout_reference"]
 
 @triton.jit(do_not_specialize=[*_FREE, "num_layers"], do_not_specialize_on_alignment=[*_UNALIGNED, "flags"])
 def mapped_kernel(
-    table, layer_rows, num_layers, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, status,
-    digests, digest_layers, flags,
+    table, layer_rows, num_layers, src_shift: tl.int64, dst_shift: tl.int64, src_ids, dst_ids, src_first, dst_first,
+    num_pages, status, digests, digest_layers, flags,
     COLUMNS: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr,
     LOOPS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr, GATED: tl.constexpr,
     DIGEST: tl.constexpr,

@@ -136,7 +136,8 @@ def pages_let_through(num_pages, status, GATED: tl.constexpr):
 
 @triton.jit(do_not_specialize=_FREE, do_not_specialize_on_alignment=_UNALIGNED)
 def relayout_kernel(
-    table, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, num_pages, status, digests, digest_layers,
+    table, src_shift: tl.int64, dst_shift: tl.int64, src_ids, dst_ids, src_first, dst_first, num_pages, status, digests,
+    digest_layers,
     COLUMNS: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr,
     LOOPS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr, GATED: tl.constexpr,
     DIGEST: tl.constexpr, STORE: tl.constexpr,

@@ -9,7 +9,6 @@ import torch
 from kvtransfer.handles import TransferHandle, Verdict
 from kvtransfer.kernels.coalesce import Box, Side, coalesce
 from kvtransfer.kernels.launch import RELAYOUT_TILE_BYTES, RELAYOUT_WARPS
-from kvtransfer.kernels.table import build_table
 from kvtransfer.lanes import CpuLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.pool import KVPool
@@ -46,16 +45,16 @@ class DeviceCopy(Transfer):
     def move(self, chunk: Chunk) -> Event:
         shop, lanes = self.shop, self.shop.lanes
         assert self._ids is not None
-        key = ("device", self.target, chunk.box)
-        if key not in shop.tables:
+        tables = shop.device_tables.setdefault(self.target, {})
+        if chunk.box not in tables:
             source, target = Side.of(shop.pool.layout), Side.of(self.target.layout)
             geometry = coalesce(self.spec, source, target, chunk.box, order="dst")
             table = None
             if shop.on_gpu:
                 bases = [b.data_ptr() for b in shop.pool.buffers], [b.data_ptr() for b in self.target.buffers]
-                table = build_table(geometry, self.spec, *bases, lanes.device, RELAYOUT_TILE_BYTES, RELAYOUT_WARPS)
-            shop.tables[key] = (geometry, table)
-        geometry, table = shop.tables[key]
+                table = shop.build(geometry, *bases, RELAYOUT_TILE_BYTES, RELAYOUT_WARPS)
+            tables[chunk.box] = (geometry, table)
+        geometry, table = tables[chunk.box]
         task = RelayoutTask(
             self.spec, geometry, table, shop.pool.buffers, self.target.buffers, *self._ids, chunk.first, chunk.count,
             packed=None,

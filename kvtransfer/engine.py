@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from types import TracebackType
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from kvtransfer.device_copy import DeviceCopy, device_plan
+from kvtransfer.dma import CopyEngine
 from kvtransfer.fifo import Delays, FifoStream
 from kvtransfer.handles import TransferHandle, Verdict
 from kvtransfer.host_transfer import HostTransfer
@@ -27,8 +29,8 @@ from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.link import LinkProfile, load_profile
-from kvtransfer.plan import PATHS, Facts, Plan, make_plan
-from kvtransfer.pool import KVPool, Stream
+from kvtransfer.plan import HOST_PATHS, Facts, Plan, make_plan
+from kvtransfer.pool import KVPool, Stream, is_capturing
 from kvtransfer.predict import Runs, Terrain, budget_of
 from kvtransfer.pump import Pump
 from kvtransfer.staging import StagingRing
@@ -44,7 +46,7 @@ class TransferEngine:
     """Moves pages between ``pool`` and ``host``, whose specs must be equal. Thread-safe.
 
     staging_bytes  device memory of the ring, allocated once; 0 for none. Or a `StagingRing` shared with others
-    path           "auto", or one of `kvtransfer.plan.PATHS` for every transfer
+    path           "auto", or one of `kvtransfer.plan.HOST_PATHS` for every transfer
     sm_budget      what a transfer may take of the GPU: "prefill" or "decode" (`kvtransfer.predict.BUDGETS`), or CTAs
                    of a mapped launch, whatever a concurrent GEMM loses by them
     profile        what the link was measured to do; None takes this machine's own (`kvtransfer tune`), or the shipped
@@ -74,8 +76,8 @@ class TransferEngine:
         budget = budget_of(sm_budget)
         _require_deadline(deadline_s)
         self.compute_s_per_layer = _require_compute(compute_s_per_layer)
-        if path != "auto" and path not in PATHS:
-            raise ConfigError(f"path: expected 'auto' or one of {', '.join(PATHS)}, got {path!r}")
+        if path not in ("auto", *HOST_PATHS):
+            raise ConfigError(f"path: expected 'auto' or one of {', '.join(HOST_PATHS)}, got {path!r}")
         if pool.device.type not in ("cuda", "cpu"):
             raise ConfigError(f"pool: expected a CUDA or CPU device, got {pool.device}")
         on_gpu = pool.device.type == "cuda"
@@ -86,7 +88,12 @@ class TransferEngine:
         self.path = path
         self.observer = observer
         self.profile = load_profile(pool.device, observer=observer) if profile is None else profile
-        lanes = CudaLanes(pool.device, observer) if on_gpu else CpuLanes(delays)
+        if on_gpu:
+            # Copies of pageable memory hold their submitter for as long as they take: not with the GIL as well.
+            copier = None if host.pinned else CopyEngine.create(pool.device, keep_gil_below=0, observer=observer)
+            lanes: CudaLanes | CpuLanes = CudaLanes(pool.device, observer, copier)
+        else:
+            lanes = CpuLanes(delays)
         if isinstance(staging_bytes, StagingRing):
             if staging_bytes.memory.device != pool.device:
                 raise ConfigError(f"staging_bytes: expected a ring on {pool.device}, got {staging_bytes.memory.device}")
@@ -130,8 +137,10 @@ class TransferEngine:
         # Dropped without `close`: the thread ends after what is under way, and lets go of the pool.
         weakref.finalize(self, self._pump.close, wait=False).atexit = False
         if on_gpu:
-            self._load_kernels()
-            for power in range(pool.num_pages.bit_length()):  # so that no call has to
+            from kvtransfer.preload import load_kernels  # noqa: PLC0415  (Triton is only needed where there is a GPU)
+
+            load_kernels(self._shop, host_pinned=host.pinned)
+            for power in range((pool.num_pages - 1).bit_length() + 1):  # so that no call has to
                 self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
 
     # -- transfers --------------------------------------------------------------------------------
@@ -187,7 +196,7 @@ class TransferEngine:
             raise LayoutError(f"copy: expected as many pages on both sides, got {source.size} and {into.size}")
         if target is self.pool and np.intersect1d(source, into).size:
             raise LayoutError("copy within a pool: expected pages that are on one side only")
-        handle = self._handle(device_plan(self.pool, target, source.size), deadline_s)
+        handle = self._handle(device_plan(self.pool, target, source.size), deadline_s, target)
         if source.size == 0:
             handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
             return handle
@@ -218,6 +227,8 @@ class TransferEngine:
         Returns the handles of transfers that were dropped. Raises DeadlineExceeded when work in flight does not
         end in ``timeout_s``. Idempotent.
         """
+        if self._pump.is_this_thread() and not self._pump.idle():
+            raise TransferError("close: a callback can't wait for transfers that its own thread must end")
         with self._order:
             self._closed = True
         pending = self._pump.pending()
@@ -255,7 +266,7 @@ class TransferEngine:
             handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
             return handle
         by_layer = layerwise and direction == "store"
-        fences, copied = self._fences(self.pool, gpu_ids, nothing_yet=by_layer)
+        fences, copied = self._fences(self.pool, gpu_ids)
         transfer = HostTransfer(self._shop, handle, fences, slot_ids, page_ids, copied)
         transfer.by_caller = by_layer
         if by_layer:
@@ -264,11 +275,14 @@ class TransferEngine:
         self._launch(transfer, claims, here=layerwise and plan.path in ("mapped", "cpu"))
         return handle
 
-    def _handle(self, plan: Plan, deadline_s: float | None) -> TransferHandle:
+    def _handle(self, plan: Plan, deadline_s: float | None, target: KVPool | None = None) -> TransferHandle:
         if self._closed:
             raise TransferError("the engine is closed")
         deadline = self.deadline_s if deadline_s is None else _require_deadline(deadline_s)
-        handle = TransferHandle(next(self._numbers), plan, self.pool, deadline, self.observer)
+        handle = TransferHandle(
+            next(self._numbers), plan, self.pool, deadline, self.observer,
+            target=target, on_engine_thread=self._pump.is_this_thread,
+        )  # fmt: skip
         self.observer.planned(handle.number, plan.direction, plan.path, plan.pages, plan.total_bytes)
         return handle
 
@@ -280,7 +294,7 @@ class TransferEngine:
             transfer.earlier = [t for t in claim_all(claims, transfer) if isinstance(t, Transfer)]
             if transfer.by_caller:
                 self._pump.watch(transfer)
-            elif here and all(t.handle.fully_submitted for t in transfer.earlier):
+            elif here and transfer.ready():
                 self._submit_here(transfer)
             else:
                 self._pump.enqueue(transfer)
@@ -289,7 +303,8 @@ class TransferEngine:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
         slot_ids = check.host_ids(slots, self.host.num_slots, "host slot", distinct=direction == "store")
         if slot_ids.size and int(slot_ids.max()) >= self.host.ready_slots:
-            raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {self.host.ready_slots - 1}")
+            ready = self.host.ready_slots - 1
+            raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {ready}, got {int(slot_ids.max())}")
         page_ids: Ids | None = None
         gpu_ids: torch.Tensor | None = None
         if isinstance(pages, torch.Tensor) and pages.device.type != "cpu":
@@ -318,70 +333,39 @@ class TransferEngine:
         forced = self.path if path is None else path
         return make_plan(facts, None if forced == "auto" else forced)
 
-    def _fences(
-        self, pool: KVPool, gpu_ids: torch.Tensor | None = None, *, nothing_yet: bool = False
-    ) -> tuple[list[Event], torch.Tensor | None]:
+    def _fences(self, pool: KVPool, gpu_ids: torch.Tensor | None = None) -> tuple[list[Event], torch.Tensor | None]:
         """Events after all that the pool's streams have been given so far, and the GPU's ids copied in the caller's
-        stream order, so that the caller may change its tensor at once. ``nothing_yet``: a layer-wise store is
-        fenced layer by layer instead."""
+        stream order, so that the caller may change its tensor at once."""
         copied = None
-        streams: list[Stream] = [] if nothing_yet else list(pool.streams)
+        streams: list[Stream] = list(pool.streams)
         if not self._shop.on_gpu:
             return [s.record() for s in streams if isinstance(s, FifoStream)], None
         current = torch.cuda.current_stream(self.pool.device)
         with torch.cuda.device(self.pool.device):
-            if torch.cuda.is_current_stream_capturing():
+            if any(is_capturing(s) for s in (current, *streams) if isinstance(s, torch.cuda.Stream)):
                 raise TransferError(
                     "load and store can't be captured into a CUDA graph: call them before the capture or the replay"
                 )
             if gpu_ids is not None:
-                copied = gpu_ids.clone()
+                copied = gpu_ids.to(torch.int64, copy=True)  # one width: one set of kernels
                 if not pool.declares(current):
                     streams.append(current)
             return [_event(s) for s in streams], copied
 
     def _submit_here(self, transfer: Transfer) -> None:
         """Submit a layer-wise load on the caller's thread: one launch, or a few closures on the CPU."""
-        with self._shop.lock:
-            try:
-                transfer.start()
-                while transfer.chunks_left and not transfer.handle.cancelled:
-                    transfer.next_chunk()
-            except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
-                transfer.handle.fail(as_transfer_error(error))
-            finally:
-                transfer.finish()
-        self._pump.watch(transfer)
-
-    def _load_kernels(self) -> None:
-        """Compile and load every kernel that the pool's layout needs, by empty launches: a module that is loaded
-        later waits for the device, and a device may by then wait for a flag."""
-        from kvtransfer.kernels import mapped, relayout  # noqa: PLC0415  (Triton is only needed where there is a GPU)
-
-        shop, lanes = self._shop, self._shop.lanes
-        assert isinstance(lanes, CudaLanes) and shop.flags is not None
-        box = Box.whole(self.pool.spec)
-        with torch.cuda.device(self.pool.device), lanes.on("gather"):
-            ids = torch.zeros(1, dtype=torch.int64, device=self.pool.device)
-            status = torch.zeros(check.STATUS_WORDS, dtype=torch.int32, device=self.pool.device)
-            digests = torch.zeros(1, self.pool.spec.num_layers, dtype=torch.int64, device=self.pool.device)
-            sums = digests if shop.verify else None
-            if shop.ring is not None:
-                for kind in ("pool>ring", "ring>pool"):
-                    table = shop.geometry(kind, box)[1]
-                    assert table is not None
-                    out = kind == "pool>ring"
-                    relayout.relayout(
-                        table, 0, src_ids=ids if out else None, dst_ids=None if out else ids, digests=sums
-                    )
-            if self.host.pinned:
-                flags, held = shop.flags.take()
-                table = shop.geometry("host>pool", box)[1]
-                assert table is not None
-                mapped.mapped_copy(table, 0, flags, shop.ctas, src_ids=ids, dst_ids=ids, digests=sums)
-                shop.flags.give(flags, held + shop.ctas)
-            del status
-        lanes.streams["gather"].synchronize()
+        try:
+            with self._shop.lock:
+                try:
+                    transfer.start()
+                    while transfer.chunks_left and not transfer.handle.cancelled:
+                        transfer.next_chunk()
+                except Exception as error:  # kept: it is the transfer's error, raised by whoever waits
+                    transfer.handle.fail(as_transfer_error(error))
+                finally:
+                    transfer.finish()
+        finally:  # also after a KeyboardInterrupt: its pages are claimed
+            self._pump.watch(transfer)
 
 
 class _LayerStore:
@@ -423,10 +407,17 @@ class _LayerStore:
         ordered behind it. False when it was given up meanwhile."""
         handle = self._transfer.handle
         for other in list(self._transfer.earlier):
-            while not other.handle.await_submitted(0.05):
+            while not self._passed(other):
                 if handle.failed or handle.cancelled or handle.expired():
                     return False
         return True
+
+    def _passed(self, other: Transfer) -> bool:
+        """Whether this transfer can be submitted as far as ``other`` goes; looks for a moment."""
+        if self._transfer.waits_by_event(other):
+            return other.handle.await_submitted(0.05)
+        time.sleep(0.0 if other.handle.done() else 0.001)
+        return other.handle.done()
 
 
 def _require_deadline(deadline_s: float) -> float:

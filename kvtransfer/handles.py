@@ -27,7 +27,7 @@ from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutE
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk, Plan
-from kvtransfer.pool import KVPool, Stream
+from kvtransfer.pool import KVPool, Stream, is_capturing
 
 if TYPE_CHECKING:
     from kvtransfer.dma import Copier
@@ -84,11 +84,23 @@ class LayerFlags:
 class TransferHandle:
     """Made by `TransferEngine.load`, ``store`` and ``copy``. Thread-safe. Keeps alive what the transfer uses."""
 
-    def __init__(self, number: int, plan: Plan, pool: KVPool, deadline_s: float, observer: Observer) -> None:
+    def __init__(
+        self,
+        number: int,
+        plan: Plan,
+        pool: KVPool,
+        deadline_s: float,
+        observer: Observer,
+        *,
+        target: KVPool | None = None,
+        on_engine_thread: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.number = number
         self.plan = plan
         self.deadline_s = deadline_s
         self._pool = pool
+        self._target = pool if target is None else target  # of a device copy: its streams may wait too
+        self._on_engine_thread = on_engine_thread
         self._observer = observer
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
@@ -142,6 +154,10 @@ class TransferHandle:
         """
         if not 0 <= layer < len(self._layer_event):
             raise LayoutError(f"wait_layer: expected 0 to {len(self._layer_event) - 1}, got {layer}")
+        if self._write_layer is not None and self._chunks_left[layer] and self._error is None:
+            raise TransferError(
+                f"wait_layer({layer}): this store moves it after layer_written({layer}), which is to come"
+            )
         started = time.monotonic()
         consumer = self._consumer(stream, "wait_layer")
         if self.plan.pages:
@@ -154,6 +170,8 @@ class TransferHandle:
 
         What a full CUDA graph needs: call it before ``graph.replay()``, on the stream of the replay.
         """
+        if self._write_layer is not None and any(self._chunks_left) and self._error is None:
+            raise TransferError("wait_all: this store moves a layer after layer_written, and some are to come")
         consumer = self._consumer(stream, "wait_all")
         if self.plan.pages:
             self._hold(consumer, self._recorded(lambda: self._final), None)
@@ -198,7 +216,7 @@ class TransferHandle:
         for chunk in begun:
             touched[chunk.first : chunk.first + chunk.count] += 1
         for chunk, event in submitted:
-            landed[chunk.first : chunk.first + chunk.count] += event.query() and getattr(event, "error", None) is None
+            landed[chunk.first : chunk.first + chunk.count] += _landed(event)
         states = np.where(touched > 0, PageState.INVALID, PageState.UNTOUCHED).astype(np.int8)
         states[landed == wanted] = PageState.DONE
         states[bad] = PageState.INVALID
@@ -349,6 +367,8 @@ class TransferHandle:
                 self._error.pages = tuple(np.flatnonzero(self.states() != PageState.DONE).tolist())
             self._ended = True
             self.keep.clear()
+            if self._write_layer is not None:  # it holds the transfer: let go of that
+                self._write_layer = _given_up if self._error is not None else _written_already
             callbacks, self._callbacks = self._callbacks, []
             wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
@@ -363,22 +383,24 @@ class TransferHandle:
     def _consumer(self, stream: Stream | None, verb: str) -> Stream | None:
         if self._pool.device.type == "cpu":
             if stream is not None:
-                self._pool.require_declared(stream)
+                self._require_declared(stream)
             return stream
         if stream is None:
             stream = torch.cuda.current_stream(self._pool.device)
         if isinstance(stream, FifoStream):
-            self._pool.require_declared(stream)
+            self._require_declared(stream)
             return stream
-        with torch.cuda.stream(stream):
-            capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
+        if is_capturing(stream):
             raise TransferError(
                 f"{verb} inside CUDA graph capture: the wait would be frozen into the graph. Capture piecewise with "
                 "the hooks between the graphs, or call handle.wait_all() before graph.replay()"
             )
-        self._pool.require_declared(stream)
+        self._require_declared(stream)
         return stream
+
+    def _require_declared(self, stream: Stream) -> None:
+        if not self._target.declares(stream):
+            self._pool.require_declared(stream)
 
     def _recorded(self, look: Callable[[], Event | None]) -> Event:
         """Hold the caller until the event that ``look`` returns has been recorded."""
@@ -410,10 +432,13 @@ class TransferHandle:
         if flags is not None and layer is not None:
             with torch.cuda.device(self._pool.device):  # the default stream's handle is 0 on every device
                 flags.copier.wait_value(consumer.cuda_stream, flags.address + 4 * layer, flags.target)
+            flags.memory.record_stream(consumer)  # the flags outlive the wait, whoever lets go of them
         else:
             consumer.wait_event(event)
 
     def _join(self, timeout_s: float | None, verb: str) -> None:
+        if not self._ended and self._on_engine_thread():
+            raise TransferError(f"{verb}: a callback can't wait for a transfer that its own thread must end")
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             while not self._ended:
@@ -425,6 +450,22 @@ class TransferHandle:
                 if left is not None and left <= 0:
                     raise DeadlineExceeded(f"{verb}: the transfer had not ended after {timeout_s:g} s")
                 self._changed.wait(0.5 if left is None else min(left, 0.5))
+
+
+def _given_up(layer: int, stream: Stream | None) -> None:
+    """`layer_written` of a store that failed or was cancelled: what the layer holds is not wanted any more."""
+
+
+def _written_already(layer: int, stream: Stream | None) -> None:
+    raise TransferError(f"layer_written: expected each layer once, got {layer} again")
+
+
+def _landed(event: Event) -> bool:
+    """Whether the work before ``event`` is through, and well. False where CUDA is lost: then nobody knows."""
+    try:
+        return event.query() and getattr(event, "error", None) is None
+    except RuntimeError:
+        return False
 
 
 def _call(fn: Callable[[], object]) -> None:

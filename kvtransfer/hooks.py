@@ -42,6 +42,9 @@ class LayerGate:
         if self.written is not None:
             self.written()
 
+    def __reduce__(self) -> tuple[type[LayerGate], tuple[()]]:
+        return LayerGate, ()  # a copied or pickled module gets a gate of its own: hooks know theirs by closure
+
     @classmethod
     def of(cls, module: torch.nn.Module) -> LayerGate:
         """The gate of a module, made at first use. It is no parameter, buffer or submodule of it."""

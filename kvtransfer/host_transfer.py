@@ -16,6 +16,7 @@ from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
 from kvtransfer.predict import STRIDED_RUN_PAGES
+from kvtransfer.tiers.record import NOTHING_STORED
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import Workshop
 
@@ -102,8 +103,10 @@ class HostTransfer(Transfer):
         if whole:
             return self._compare()
         if not self.load:
-            touched = np.asarray(self.handle.states() != PageState.UNTOUCHED)
-            self.shop.host.digests[self.slots[touched]] = 0  # what these slots hold now was never verified
+            states = self.handle.states()
+            whole_pages = (states == PageState.DONE) & (not self.handle.broken)
+            self.shop.host.digests[self.slots[states != PageState.UNTOUCHED]] = NOTHING_STORED  # torn
+            self.shop.host.digests[self.slots[whole_pages]] = 0  # all there, but nobody kept their digests
         return None
 
     def force_flags(self) -> None:
@@ -115,7 +118,9 @@ class HostTransfer(Transfer):
         self._flags = None
         for layer in range(flags.numel()):
             address = flags.data_ptr() + 4 * layer
-            lanes.copier.write_value(lanes.streams["copy_in"].cuda_stream, address, target & 0xFFFFFFFF)
+            with lanes.aside():  # a lane may be stuck behind the very work that is late
+                stream = torch.cuda.current_stream(lanes.device).cuda_stream
+                lanes.copier.write_value(stream, address, target & 0xFFFFFFFF)
         self.handle.keep.append(flags)
 
     # -- paths ------------------------------------------------------------------------------------
@@ -124,9 +129,9 @@ class HostTransfer(Transfer):
         lanes, ring = self.shop.lanes, self.shop.ring
         assert ring is not None
         slot = ring.take()
+        first, last = (self.copy_lane, self.kernel_lane) if self.load else (self.kernel_lane, self.copy_lane)
         done: Event | None = None
         try:
-            first = self.copy_lane if self.load else self.kernel_lane
             if slot.free is not None:
                 lanes.wait(first, slot.free)
             if self.load:
@@ -140,9 +145,12 @@ class HostTransfer(Transfer):
                 self._ring_copy(chunk, slot.address)
                 done = lanes.record("copy_out")
         finally:
-            if done is None:  # a call failed half-way: whatever was enqueued must be through before the slot is re-used
-                done = lanes.record("scatter" if self.load else "copy_out")
-            ring.give(slot, done)
+            try:
+                if done is None:  # a call failed half-way: what was enqueued must be through before the slot is re-used
+                    lanes.wait(last, lanes.record(first))
+                    done = lanes.record(last)
+            finally:
+                ring.give(slot, done)
         self.tell("copy", chunk)
         self.tell("scatter" if self.load else "gather", chunk)
         return done
@@ -157,7 +165,9 @@ class HostTransfer(Transfer):
         else:
             dst, src, sizes = descriptors(geometry, [ring_address], host, here, slots)
         dst, src, sizes = merge_runs(dst, src, sizes, self.shop.boundaries)
-        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=self.load and not self.earlier)
+        # Legal where the host has seen every source complete: no transfer in flight writes these slots.
+        any_order = self.load and not self.earlier and self.shop.host.pinned
+        self.shop.lanes.batch(self.copy_lane, dst, src, sizes, any_order=any_order)
 
     def _ring_relayout(self, chunk: Chunk, memory: torch.Tensor, kind: str) -> None:
         geometry, table = self.shop.geometry(kind, chunk.box)
@@ -199,8 +209,9 @@ class HostTransfer(Transfer):
         merged = geometry.merged
         alone = np.zeros(src_ids.size, dtype=bool)
         plain = all(not e.loops for e in merged)
+        slots = src_ids if self.load else dst_ids
         for first, length in runs_of(src_ids, dst_ids):
-            if length < STRIDED_RUN_PAGES or not plain or self._crosses(first, length):
+            if length < STRIDED_RUN_PAGES or not plain or self._crosses(int(slots[first]), length):
                 alone[first : first + length] = True
                 continue
             for e in merged:
@@ -215,9 +226,9 @@ class HostTransfer(Transfer):
             d, s, sizes = merge_runs(d, s, sizes, self.shop.boundaries)
             self.shop.lanes.batch(self.copy_lane, d, s, sizes, any_order=False)
 
-    def _crosses(self, first: int, length: int) -> bool:
-        """Whether a run of slots lies in two registrations of the slab: one call must not span them."""
-        cuts, start = self.shop.host.chunk_slots, int(self.slots[first])
+    def _crosses(self, start: int, length: int) -> bool:
+        """Whether ``length`` slots from ``start`` on lie in two registrations of the slab: no call may span them."""
+        cuts = self.shop.host.chunk_slots
         return bool(np.searchsorted(cuts, start, "right") != np.searchsorted(cuts, start + length - 1, "right"))
 
     def _digest_pool(self, chunk: Chunk) -> None:
@@ -238,7 +249,6 @@ class HostTransfer(Transfer):
         with lanes.on(self.kernel_lane):
             flags, held = flag_sets.take()
             target = held + self.shop.ctas
-            self._flags = (flags, target)
             mapped.mapped_copy(
                 table, chunk.count, flags, self.shop.ctas,
                 src_ids=self._slot_ids if self.load else self._ids,
@@ -246,6 +256,7 @@ class HostTransfer(Transfer):
                 src_first=chunk.first, dst_first=chunk.first,
                 status=self._status, digests=self._digests,
             )  # fmt: skip
+            self._flags = (flags, target)  # not before: a set that no launch raises would never reach its target again
         self.tell("mapped", chunk)
         if self.load and lanes.copier.supports_flags:
             self.handle.flags_submitted(LayerFlags(lanes.copier, flags.data_ptr(), target & 0xFFFFFFFF, flags))
@@ -281,19 +292,18 @@ class HostTransfer(Transfer):
     def _compare(self) -> Verdict:
         """Compare a load's digests with the slots' own; keep a store's with its slots. Set aside what differs."""
         host = self.shop.host
-        if self._digests_back is None:
-            if not self.load:
-                host.digests[self.slots] = 0
-            return Verdict(True, unverified_pages=tuple(range(self.plan.pages)))
-        got = self._digests_back.numpy().view(np.uint64)
+        got = None if self._digests_back is None else self._digests_back.numpy().view(np.uint64)
         if not self.load:
-            host.digests[self.slots] = got
-            return Verdict(True)
+            host.digests[self.slots] = 0 if got is None else got
+            unknown = () if got is not None else tuple(range(self.plan.pages))
+            return Verdict(True, unverified_pages=unknown)
         want = host.digests[self.slots]
-        known = np.asarray(want.any(axis=1))
-        differs = np.asarray((got != want) & known[:, None])
+        empty = np.asarray((want == NOTHING_STORED).all(axis=1))
+        known = np.asarray(want.any(axis=1)) if got is not None else empty
+        differs = np.asarray((empty[:, None] if got is None else got != want) & known[:, None])
         bad = np.flatnonzero(differs.any(axis=1))
         if bad.size:
+            host.digests[self.slots[bad]] = NOTHING_STORED  # no later load takes them for good
             self.shop.observer.noted("pages set aside", slots=self.slots[bad].tolist())
         return Verdict(
             not bad.size,

@@ -100,12 +100,17 @@ class CudaLanes:
         self.device = device
         with torch.cuda.device(device):
             self.streams = {lane: torch.cuda.Stream(device=device) for lane in LANES}
+            self._aside = torch.cuda.Stream(device=device)
         self.copier = copier if copier is not None else CopyEngine.create(device, observer=observer)
         self.owner: Owner | None = None
 
     def on(self, lane: str) -> AbstractContextManager[Any]:
         """The lane's stream as the current one (and its device), for torch and Triton."""
         return torch.cuda.stream(self.streams[lane])
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """A stream that is no lane as the current one: for uploads that hold the calling thread until it is through."""
+        return torch.cuda.stream(self._aside)
 
     def record(self, lane: str) -> torch.cuda.Event:
         """A new event after everything enqueued on the lane so far."""

@@ -23,6 +23,7 @@ from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.predict import CHUNK_PAGES, Asked, Prediction, Runs, Terrain, predict
 
 __all__ = [
+    "HOST_PATHS",
     "MAX_GROUP_LAYERS",
     "PATHS",
     "Chunk",
@@ -34,11 +35,10 @@ __all__ = [
     "staged_boxes",
 ]
 
-PATHS = ("staged", "strided", "mapped", "device", "cpu")
+HOST_PATHS = ("staged", "strided", "mapped", "cpu")  # between a pool and host slots
+PATHS = (*HOST_PATHS, "device")
 
-MARGIN = (
-    0.05  # by which a path that takes more from the model must be quicker: 3 % are noise, its SMs cost 2 to 5 (H200)
-)
+MARGIN = 0.05  # a path that takes more from the model must be so much quicker: 3 % are noise, its SMs cost 2 to 5
 DIGEST_TOKENS = 8  # a box starts on a whole digest word when it starts on a multiple of 8 tokens
 
 

@@ -22,6 +22,12 @@ from kvtransfer.tiers.ledger import PageLedger
 Stream = torch.cuda.Stream | FifoStream
 
 
+def is_capturing(stream: torch.cuda.Stream) -> bool:
+    """Whether ``stream`` is being captured into a CUDA graph."""
+    with torch.cuda.stream(stream):
+        return bool(torch.cuda.is_current_stream_capturing())
+
+
 class KVPool:
     """Buffers with a layout over them.
 
@@ -83,6 +89,8 @@ class KVPool:
                 raise LayoutError(f"layout {layout!r} by name: expected spec and num_pages as well")
             layout = Layout.named(layout, spec, num_pages)
         buffers = [torch.zeros(n, dtype=torch.uint8, device=device) for n in layout.buffer_bytes]
+        if buffers[0].is_cuda:  # the zeros are enqueued on a stream that need not be declared
+            torch.cuda.current_stream(buffers[0].device).synchronize()
         return cls(layout, buffers, streams=streams, name=name)
 
     def declare_stream(self, stream: Stream) -> None:
@@ -98,6 +106,8 @@ class KVPool:
         """Whether ``stream`` is one of `streams`."""
         if isinstance(stream, FifoStream):
             return any(stream is s for s in self.streams)
+        if stream.device != self.device:  # the default stream's handle is 0 on every device
+            return False
         return any(isinstance(s, torch.cuda.Stream) and s.cuda_stream == stream.cuda_stream for s in self.streams)
 
     def require_declared(self, stream: Stream) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -43,6 +44,10 @@ class Pump:
         """``transfer`` is being submitted by its caller; acknowledge it when it is through, or at its deadline."""
         self._add(self._flight.append, transfer)
 
+    def is_this_thread(self) -> bool:
+        """Whether the caller is the engine's thread, in a callback or an observer."""
+        return threading.current_thread() is self._thread
+
     def idle(self) -> bool:
         return not self._queue and not self._flight
 
@@ -65,11 +70,11 @@ class Pump:
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _add(self, append: object, transfer: Transfer) -> None:
+    def _add(self, append: Callable[[Transfer], None], transfer: Transfer) -> None:
         with self._changed:
             if self._closing:
                 raise TransferError("the engine is closed")
-            append(transfer)  # type: ignore[operator]
+            append(transfer)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
                 self._thread.start()
@@ -104,9 +109,9 @@ class Pump:
                 self._retire(head)
                 moved = True
                 continue
-            if not head.ready():
-                return moved
             try:
+                if not head.ready():
+                    return moved
                 with self._shop.lock:
                     if not head.started:
                         head.start()

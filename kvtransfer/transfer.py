@@ -62,7 +62,14 @@ class Transfer(ABC):
 
     def ready(self) -> bool:
         """Whether `start`, or then the next chunk, can be submitted without waiting for anything."""
-        return self.started or all(e.handle.fully_submitted for e in self.earlier)
+        return self.started or all(
+            e.handle.done() or (self.waits_by_event(e) and e.handle.fully_submitted) for e in self.earlier
+        )
+
+    def waits_by_event(self, other: Transfer) -> bool:
+        """Whether a lane of this transfer can wait for an event of ``other``: a CPU engine and a GPU engine on one
+        slab can only wait until the other is done."""
+        return other.shop.on_gpu == self.shop.on_gpu
 
     @property
     def chunks_left(self) -> bool:
@@ -77,7 +84,7 @@ class Transfer(ABC):
             for event in self.fences if self.touches_pool(lane) else ():
                 lanes.wait(lane, event)
             for other in self.earlier:
-                if other.handle.final_event is not None:
+                if other.handle.final_event is not None and self.waits_by_event(other):
                     lanes.wait(lane, other.handle.final_event)
         self.prepare()
         if isinstance(lanes, CudaLanes):
@@ -109,10 +116,13 @@ class Transfer(ABC):
             if lane != self.last_lane:
                 lanes.wait(self.last_lane, lanes.record(lane))
         if isinstance(lanes, CudaLanes):
-            with lanes.on(self.last_lane):
-                self.fetch_results()
-                if self._status is not None and self._status_back is None:
-                    self._status_back = self.fetch(self._status)
+            try:
+                with lanes.on(self.last_lane):
+                    self.fetch_results()
+                    if self._status is not None and self._status_back is None:
+                        self._status_back = self.fetch(self._status)
+            except Exception as error:  # kept; what is in flight owns its pages until the last event has passed
+                self.handle.fail(as_transfer_error(error))
             if self._times is not None:
                 self._times[1].record(lanes.streams[self.last_lane])
         self.handle.keep.append(self)

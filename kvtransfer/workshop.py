@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -21,22 +24,39 @@ from kvtransfer.pool import KVPool
 from kvtransfer.staging import StagingRing
 from kvtransfer.tiers.host import HostTier
 
+FLAG_SETS = 32  # made at once: more mapped loads are seldom in flight
+
 
 class FlagSets:
     """Release flags for mapped launches: one set of a counter a layer for each launch in flight.
 
     Counters only grow, each launch waits for a target of its own, so what an earlier launch added can't release
     a later one. A set whose flags were forced (at a deadline) is not used again.
+
+    A stream may look at a flag before the launch that raises it has begun, so zeros are in memory before a set is
+    given out: on a lane they could land after the look, which would see what the memory held before.
     """
 
     def __init__(self, device: torch.device, layers: int) -> None:
         self._device, self._layers = device, layers
         self._free: list[tuple[torch.Tensor, int]] = []  # (flags, what they hold once their launch is through)
+        self._grow()
 
     def take(self) -> tuple[torch.Tensor, int]:
-        if self._free:
-            return self._free.pop()
-        return torch.zeros(self._layers, dtype=torch.int32, device=self._device), 0
+        if not self._free:
+            self._grow()
+        return self._free.pop()
+
+    def _grow(self) -> None:
+        """More sets; holds the caller for their zeros, on a stream that carries nothing else."""
+        if self._device.type != "cuda":
+            fresh = torch.zeros(FLAG_SETS, self._layers, dtype=torch.int32, device=self._device)
+        else:
+            stream = torch.cuda.Stream(self._device)
+            with torch.cuda.stream(stream):
+                fresh = torch.zeros(FLAG_SETS, self._layers, dtype=torch.int32, device=self._device)
+            stream.synchronize()
+        self._free += [(flags, 0) for flags in fresh]
 
     def give(self, flags: torch.Tensor, holds: int) -> None:
         self._free.append((flags, holds))
@@ -57,6 +77,9 @@ class Workshop:
     host_address: int  # at which the GPU sees the slab
     lock: threading.RLock = field(default_factory=threading.RLock)
     tables: dict[tuple[Any, ...], tuple[Geometry, CopyTable | None]] = field(default_factory=dict)
+    device_tables: weakref.WeakKeyDictionary[KVPool, dict[Box, tuple[Geometry, CopyTable | None]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )  # of copies into other pools, which are not kept alive by them
     seen: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)  # scratch of the checks of ids on the GPU
     stamps: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
@@ -94,5 +117,10 @@ class Workshop:
         if not build or not self.on_gpu:
             return geometry, None
         tile, warps = (MAPPED_TILE_BYTES, MAPPED_WARPS) if "host" in kind else (RELAYOUT_TILE_BYTES, RELAYOUT_WARPS)
-        table = build_table(geometry, spec, sides[source][1], sides[target][1], self.pool.device, tile, warps)
-        return geometry, table
+        return geometry, self.build(geometry, sides[source][1], sides[target][1], tile, warps)
+
+    def build(self, geometry: Geometry, src: Sequence[int], dst: Sequence[int], tile: int, warps: int) -> CopyTable:
+        """`build_table`, uploaded on a stream that carries nothing else: the upload holds its caller until the stream
+        is through, which must not be the model's."""
+        with self.lanes.aside() if isinstance(self.lanes, CudaLanes) else nullcontext():
+            return build_table(geometry, self.pool.spec, src, dst, self.pool.device, tile, warps)

@@ -126,6 +126,88 @@ def test_runs_and_registration_boundaries() -> None:
             rig.close()
 
 
+def test_long_runs_over_many_registrations() -> None:
+    """More pages than a chunk holds, contiguous, in a slab whose registrations end within runs of every chunk."""
+    spec = KVSpec.attention(2, 16, 1, 128, 2)  # 16 KiB a page
+    rig = make_rig("page_first", spec, pages=420, slots=410, chunk_bytes=37 * 16 * 1024, path="strided")
+    try:
+        pages, slots = np.arange(15, 415), np.arange(5, 405)
+        want = rig.page_first(pages)
+        rig.engine.store(pages, slots).result(20)
+        assert torch.equal(rig.slots(slots), want)
+        into = pages - 11
+        load = rig.engine.load(slots, into)
+        load.result(20)
+        assert torch.equal(rig.page_first(into), want) and load.verdict().ok
+    finally:
+        rig.close()
+
+
+def test_the_flags_of_a_second_load_do_not_pass_early() -> None:
+    """Two mapped loads behind a busy stream: the second one's flags are new memory, and must be zero when looked at."""
+    writer, reader = torch.cuda.Stream(), torch.cuda.Stream()
+    rig = make_rig("sglang.layer_first", SPECS["gqa-1"], pages=64, slots=64, streams=[writer, reader], path="mapped")
+    try:
+        loads, new = [], rig.fill_slots(np.arange(64))
+        for _ in range(40):  # more at once than flag sets are made at a time
+            torch.full((4096,), 2**30, dtype=torch.int32, device="cuda")  # memory that would pass for raised flags
+        torch.cuda.synchronize()
+        spin(writer, 60)
+        for i in range(40):
+            loads.append(rig.engine.load([i], [i], layerwise=True))
+            loads[-1].wait_layer(5, reader)
+        passed = torch.cuda.Event()
+        passed.record(reader)
+        assert not passed.query(), "the flags let a stream go before the loads began"
+        with torch.cuda.stream(reader):
+            got = rig.page_first(np.arange(40))
+        assert torch.equal(got, new[:40])
+        for load in loads:
+            load.result(20)
+    finally:
+        rig.close()
+
+
+def test_a_launch_that_fails_leaves_its_flags_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtransfer.kernels import mapped
+
+    stream = torch.cuda.Stream()
+    rig = make_rig("sglang.layer_first", SPECS["gqa-1"], pages=64, slots=64, streams=[stream], path="mapped")
+    try:
+        rig.fill_slots(np.arange(8))
+        with monkeypatch.context() as patch:
+            patch.setattr(mapped, "mapped_copy", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no launch")))
+            with pytest.raises(TransferError, match="no launch"):
+                rig.engine.load([1, 2], [3, 4], layerwise=True).result(10)
+        for _ in range(40):
+            new = rig.fill_slots(np.arange(8))
+            load = rig.engine.load(np.arange(8), np.arange(8), layerwise=True)
+            for layer in range(rig.pool.spec.num_layers):
+                load.wait_layer(layer, stream)
+            with torch.cuda.stream(stream):
+                got = rig.page_first(np.arange(8))
+            assert torch.equal(got, new)
+            load.result(10)
+    finally:
+        rig.close()
+
+
+def test_a_new_pool_is_not_blanked_after_a_load() -> None:
+    """The zeros of a new pool are behind it, whatever stream they were enqueued on."""
+    spec, mine = SPECS["gqa-16"], torch.cuda.Stream()
+    host = HostTier(spec, capacity_pages=8, device="cuda")
+    host.payload.random_(0, 256)
+    spin(torch.cuda.current_stream(), 50)
+    pool = KVPool.allocate("page_first", spec=spec, num_pages=8, device="cuda", streams=[mine])
+    engine = TransferEngine(pool, host, staging_bytes=12 << 20)
+    engine.load(range(8), range(8)).result(10)
+    torch.cuda.synchronize()
+    want = host.payload.view(8, -1)[:, : spec.page_bytes]
+    assert torch.equal(pool.buffers[0].cpu().view(8, -1), want)
+    engine.close()
+    host.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("path", ["staged", "mapped"])
 def test_page_ids_in_gpu_tensors(dtype: torch.dtype, path: str) -> None:

@@ -118,8 +118,8 @@ def test_a_layer_leaves_after_the_stream_that_writes_it(said: bool) -> None:
     with FifoStream("compute", forward) as compute:
         rig = make_rig("sglang.layer_first", TINY, streams=[compute], **staged())
         old, new = rig.side.pages([4, 2]), random_bytes(rig.rng, 2, TINY.page_bytes)
+        handle = rig.engine.store([4, 2], [0, 1], layerwise=True)  # before the write: its own fences can't cover it
         compute.submit(lambda: rig.side.put([4, 2], new), "write")
-        handle = rig.engine.store([4, 2], [0, 1], layerwise=True)
         write_all_layers(handle, compute if said else None)
         if said:
             assert not handle.pages_done().any()

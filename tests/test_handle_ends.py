@@ -21,13 +21,18 @@ from engine_helpers import (
     write_all_layers,
 )
 
+from kvtransfer import host_transfer
 from kvtransfer.fifo import Delays
 from kvtransfer.handles import PageState
+from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels.errors import (
     DeadlineExceeded,
     TransferCancelled,
     TransferError,
 )
+from kvtransfer.lanes import Event
+from kvtransfer.plan import Chunk
+from kvtransfer.tiers.record import NOTHING_STORED
 
 UNTOUCHED, DONE, INVALID = PageState.UNTOUCHED, PageState.DONE, PageState.INVALID
 
@@ -131,6 +136,25 @@ def test_a_cancel_that_said_yes_always_ends_in_that_error() -> None:
     rig.close()
 
 
+def test_a_cancel_while_the_last_chunk_is_on_its_way_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    real = HostTransfer.move
+
+    def move(self: HostTransfer, chunk: Chunk) -> Event:
+        said.append(self.handle.cancel())
+        return real(self, chunk)
+
+    monkeypatch.setattr(HostTransfer, "move", move)
+    rig = make_rig()
+    want = rig.slots([1, 2])
+    handle = rig.engine.load([1, 2], [3, 4])
+    with pytest.raises(TransferCancelled) as got:
+        handle.result(LIMIT_S)
+    assert said == [True] and got.value.pages == () and handle.states().tolist() == [DONE, DONE]
+    assert np.array_equal(rig.side.pages([3, 4]), want), "it landed, and that is what the states say"
+    rig.close()
+
+
 # -- deadlines -------------------------------------------------------------------------------------
 
 
@@ -138,9 +162,10 @@ def test_a_cancel_that_said_yes_always_ends_in_that_error() -> None:
 def test_a_transfer_that_is_stuck_fails_at_its_deadline_and_keeps_its_pages(engine: dict[str, Any]) -> None:
     rig, gate = gated("copy_in", **engine)
     want = rig.slots([4])
-    handle = rig.engine.load([4], [5], deadline_s=0.03)
+    handle = rig.engine.load([4], [5], deadline_s=0.4)
+    until(lambda: handle.fully_submitted)
     for _ in range(2):
-        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.03 s"):
+        with pytest.raises(DeadlineExceeded, match=r"deadline of 0\.4 s"):
             handle.result()
     with pytest.raises(DeadlineExceeded):
         handle.wait_layer(0)
@@ -231,7 +256,8 @@ def test_a_step_that_fails_ends_its_transfer_and_no_other(
         assert np.array_equal(rig.slots([3, 4]), payload.reshape(-1, rig.host.slot_bytes)[[3, 4], : WIDE.page_bytes])
         rig.side.expect(before, np.array([1, 2, 5]), rig.side.pages([1, 2, 5]))
     else:
-        assert not rig.host.digests[[3, 4]].any(), "what the slots hold was never verified"
+        torn = np.array([3, 4])[handle.states() != UNTOUCHED]
+        assert torn.size and (rig.host.digests[torn] == NOTHING_STORED).all(), "torn slots must not verify"
         rig.side.expect(before, np.array([5]), good_before)
     rig.close()
 
@@ -251,6 +277,19 @@ def test_transfers_around_a_broken_one_are_whole(monkeypatch: pytest.MonkeyPatch
         else:
             handle.result(LIMIT_S)
             assert np.array_equal(rig.side.pages([i]), rows[i : i + 1])
+    rig.close()
+
+
+@pytest.mark.parametrize("verb", ["load", "store"])
+def test_what_follows_a_failed_step_is_skipped(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring slot that was never filled must not reach the pool, nor the slab."""
+    rig = make_rig(**staged())
+    before, payload = rig.side.pages(range(16)), rig.slots(range(16))
+    break_step(monkeypatch, rig, "copy" if verb == "load" else "kernel", 0)
+    handle = rig.engine.load([1], [2]) if verb == "load" else rig.engine.store([2], [1])
+    with pytest.raises(TransferError, match="injected"):
+        handle.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(16)), before) and np.array_equal(rig.slots(range(16)), payload)
     rig.close()
 
 
@@ -278,8 +317,6 @@ def test_a_gate_that_stays_shut_is_an_error_of_the_transfer_and_leaves_the_lanes
 
 
 def test_an_error_while_submitting_is_the_transfers_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvtransfer import host_transfer
-
     def refuse(*args: Any) -> Any:
         raise MemoryError("no room for descriptors")
 

@@ -115,7 +115,7 @@ def test_the_rules(case: Facts, path: str) -> None:
 @pytest.mark.parametrize(
     ("case", "forced", "message"),
     [
-        (facts(), "tape", r"path: expected one of staged, strided, mapped, device, cpu or 'auto', got 'tape'"),
+        (facts(), "tape", r"path: expected one of staged, strided, mapped, cpu, device or 'auto', got 'tape'"),
         (facts(), "cpu", "path 'cpu' can't carry this load: the pool is on a GPU"),
         (facts(), "device", "path 'device' can't carry this load: one side is host memory"),
         (facts(on_gpu=False), "mapped", "path 'mapped' can't carry this load: there is no GPU"),

@@ -25,7 +25,7 @@ SLOTS = np.arange(40, 56)
 
 
 def without_fences(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rig.engine, "_fences", lambda pool, ids=None, nothing_yet=False: ([], ids))
+    monkeypatch.setattr(rig.engine, "_fences", lambda pool, ids=None: ([], ids))
 
 
 def wrong_rounds(rounds: int, one: Callable[[int], bool]) -> int:

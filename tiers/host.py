@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.check import host_ids
-from kvtransfer.kernels.errors import ConfigError, RecordError, TierError
+from kvtransfer.kernels.errors import ConfigError, OwnershipError, RecordError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import KVSpec
@@ -29,6 +29,7 @@ from kvtransfer.tiers.memory import HugePages, gpu_numa_node
 from kvtransfer.tiers.pinning import Registrar, choose_registrar
 from kvtransfer.tiers.record import (
     DIGESTS_OFFSET,
+    NOTHING_STORED,
     RecordHeader,
     decode,
     padded_bytes,
@@ -216,13 +217,15 @@ class HostTier:
         """Take ``n`` slots: int64 ids that own their storage, in runs as long as can be.
 
         ``after`` is the slot that they should follow (the last one of the prefix that they extend). The slots'
-        headers and digests are wiped. Raises CapacityError if fewer are free and ready: nothing is taken then.
+        headers are wiped and their digests say that nothing is stored. Raises CapacityError if fewer are free and
+        ready: nothing is taken then.
         """
         with self._lock:
             self._check_maker("allocate")
             self._slab.check()
             slots = self._grown().allocate(n, after)
-            self.trailers[slots, : DIGESTS_OFFSET + 8 * self.spec.num_layers] = 0
+            self.trailers[slots, :DIGESTS_OFFSET] = 0
+            self.digests[slots] = NOTHING_STORED
             return slots
 
     def free(self, slots: Slots, *, wait_s: float = 0.0) -> None:
@@ -271,7 +274,11 @@ class HostTier:
 
     @property
     def digests(self) -> NDArray[np.uint64]:
-        """The GPU digests inside the trailers, uint64 ``[num_slots, layers]``, strided; no copy. Zeros: none."""
+        """The GPU digests inside the trailers, uint64 ``[num_slots, layers]``, strided; no copy.
+
+        Zeros: the page has none, so nothing is known of it; whoever fills a slot by hand sets that. `NOTHING_STORED`
+        in all: a new slot, or one that a failed store or a bad digest left unusable; loads of it do not verify.
+        """
         words: NDArray[np.uint64] = self.trailers.view(np.uint64)
         return words[:, DIGESTS_OFFSET // 8 : DIGESTS_OFFSET // 8 + self.spec.num_layers]
 
@@ -305,13 +312,18 @@ class HostTier:
         zero: none). Raises RecordError, before anything is written, on a header that does not fit the spec.
         """
         ids = host_ids(slots, self.ready_slots, "host slot", distinct=True)
+        busy = ids[self.ledger.busy(ids)]
+        if busy.size:
+            raise OwnershipError(
+                f"seal: expected slots that no transfer owns, got {busy[:8].tolist()}: wait for the handle"
+            )
         trailers, digests = self.trailers, self.digests
         if len(ids) != len(headers):
             raise RecordError(f"seal: expected one header a slot, got {len(headers)} for {len(ids)} slots")
         for header in headers:
             header.check_fits(self.spec)
         for slot, header in zip(ids.tolist(), headers, strict=True):
-            if header.layer_digests is None and digests[slot].any():
+            if header.layer_digests is None and digests[slot].any() and not (digests[slot] == NOTHING_STORED).all():
                 header = replace(header, layer_digests=tuple(digests[slot].tolist()))
             if checksum and header.payload_xxh3 is None:
                 header = replace(header, payload_xxh3=payload_checksum(self._page(slot)))
@@ -336,8 +348,10 @@ class HostTier:
         is closed. Raises what unregistering met, or a background failure that nobody has seen, after all is
         released. Views that the caller holds keep the memory mapped until the last one goes.
         """
-        if self.ledger.any_busy():
-            self.ledger.require_free(np.arange(self.num_slots, dtype=np.int64), wait_s)
+        with self._lock:
+            if self._closed:
+                return
+        self.ledger.shut(wait_s)  # no transfer can claim a slot from here on
         with self._lock:
             if self._closed:
                 return

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.kernels.errors import OwnershipError
+from kvtransfer.kernels.errors import OwnershipError, TierError
 
 Ids = NDArray[np.int64]
 
@@ -41,6 +41,7 @@ class PageLedger:
         self._tickets: dict[int, list[int]] = {}  # id(owner) -> its tickets
         self._next = 1
         self._oldest_open = 1  # every ticket below this one is closed
+        self._shut = False
 
     def claim(self, ids: Ids | None, owner: Owner) -> list[Owner]:
         """Put ``ids`` (distinct, in range: checked by the caller) under ``owner``; None claims every id.
@@ -50,6 +51,7 @@ class PageLedger:
         """
         every: Ids | slice = slice(None) if ids is None else ids
         with self._changed:
+            self._refuse_if_shut()
             before = self._last_ticket[every]
             earlier: list[Owner] = []
             if before.size and int(before.max()) >= self._oldest_open:  # most calls touch nothing in flight
@@ -61,6 +63,22 @@ class PageLedger:
             self._open[ticket] = (owner, every)
             self._tickets.setdefault(id(owner), []).append(ticket)
             return earlier
+
+    def shut(self, timeout_s: float) -> None:
+        """No more claims; returns once nothing is claimed. OwnershipError when the time is up, and claims go on."""
+        with self._changed:
+            self._shut = True
+            if not self._changed.wait_for(lambda: not self._open, timeout_s):
+                self._shut = False
+                held = np.flatnonzero(self._owned())
+                raise OwnershipError(
+                    f"expected {self.what}s that no transfer owns, got {held[:8].tolist()}"
+                    f"{' ...' if held.size > 8 else ''} in flight after {timeout_s:g} s; wait for the handle first"
+                )
+
+    def _refuse_if_shut(self) -> None:
+        if self._shut:
+            raise TierError(f"expected {self.what}s of memory that is open, got memory that is closed or closing")
 
     def release(self, owner: Owner) -> None:
         """``owner`` is acknowledged: its ids may be freed. Releasing what was never claimed is a no-op."""
@@ -116,5 +134,7 @@ def claim_all(wanted: Sequence[tuple[PageLedger, Ids | None]], owner: Owner) -> 
     with ExitStack() as held:
         for ledger in sorted({id(ledger): ledger for ledger, _ in wanted}.values(), key=id):
             held.enter_context(ledger._changed)
+        for ledger, _ in wanted:
+            ledger._refuse_if_shut()  # before any of them is claimed
         earlier = [e for ledger, ids in wanted for e in ledger.claim(ids, owner)]
     return list({id(e): e for e in earlier}.values())

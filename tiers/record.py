@@ -46,6 +46,7 @@ from kvtransfer.tiers.keys import FORMAT_VERSION, Shard
 MAGIC = b"\x89KVTREC\n"
 BLOCK_BYTES = 4096
 DIGESTS_OFFSET = 256
+NOTHING_STORED = 2**64 - 1  # in every digest of a slot whose bytes are of no page: new, or torn by a failed store
 LAYOUT_ID_BYTES = 64
 _FIXED = struct.Struct("<8s6I32s32s24s3Q64s40xQ")
 _CHECKSUM_OFFSET = 248

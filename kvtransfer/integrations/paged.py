@@ -92,13 +92,13 @@ class PageTable:
         wait for stores that still read one of them (a store whose layers are being written now is not waited for).
         """
         self.reserve(stop)
-        if not self.stores:
-            return
+        if self.pool.device.type == "cuda":  # a store would not wait for writes on any other
+            self.pool.require_declared(torch.cuda.current_stream(self.pool.device))
+        self.stores = [s for s in self.stores if not s.handle.done()]  # one that failed holds nobody up either
         first = start // self.page_size
         for store in self.stores:
             if first < store.pages and not store.unwritten:
                 store.handle.wait_all()
-        self.stores = [s for s in self.stores if s.unwritten or not s.handle.done()]
 
     def write(self, view: torch.Tensor, start: int, states: torch.Tensor) -> None:
         """Write ``states`` (1, heads, tokens, dim) as tokens ``start`` and on.
@@ -133,7 +133,7 @@ class PageTable:
 
     def release(self, wait_s: float = 0.0) -> None:
         """Give every page back to the pool. OwnershipError if a transfer owns one for longer than ``wait_s``."""
-        if any(s.unwritten for s in self.stores):
+        if any(s.unwritten and not s.handle.done() for s in self.stores):
             raise ConfigError("release: expected every layer of the layer-wise store to be written, got some missing")
         self.pool.free_pages(self._pages, wait_s)
         self._pages = self._pages[:0]
