@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvtransfer.kernels.events import Observer
     from kvtransfer.kernels.layout import Layout, Part
     from kvtransfer.kernels.spec import Component, KVSpec
+    from kvtransfer.link import LinkProfile
     from kvtransfer.plan import Plan
     from kvtransfer.pool import KVPool
     from kvtransfer.tiers.host import HostTier
@@ -49,6 +50,7 @@ __all__ = [
     "KVTransferError",
     "Layout",
     "LayoutError",
+    "LinkProfile",
     "Observer",
     "OwnershipError",
     "PageState",
@@ -87,6 +89,7 @@ _MODULES = {
     "kvtransfer.kernels.events": ("Observer",),
     "kvtransfer.kernels.layout": ("Layout", "Part"),
     "kvtransfer.kernels.spec": ("Component", "KVSpec"),
+    "kvtransfer.link": ("LinkProfile",),
     "kvtransfer.plan": ("Plan",),
     "kvtransfer.pool": ("KVPool",),
     "kvtransfer.tiers.host": ("HostTier",),

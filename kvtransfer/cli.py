@@ -1,4 +1,4 @@
-"""The command line: `kvtransfer demo`, `kvtransfer info`, `kvtransfer timeline`.
+"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`.
 
 Exit status 1: the demo's outputs differ or a transfer failed; 2: bad input.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -90,29 +89,32 @@ def demo(
 
 
 @app.command()
+def tune(
+    device: Annotated[int, typer.Option(help="Index of the GPU among the visible ones.")] = 0,
+    cpu: Annotated[bool, typer.Option("--cpu", help="Measure the CPU backend instead.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this PNG (needs matplotlib).")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the profile to this file too.")] = None,
+    budget_s: Annotated[float, typer.Option("--budget-s", help="Seconds to spend on measuring.")] = 60.0,
+) -> None:
+    """Measure the link of this machine, and keep the profile that plans choose their paths by."""
+    if not 0 < budget_s < float("inf"):
+        raise ConfigError(f"--budget-s: expected seconds above 0, got {budget_s}")
+    for name, file in (("--plot", plot), ("--json", json_file)):
+        if file is not None and not file.absolute().parent.is_dir():
+            raise ConfigError(f"{name} {file}: expected a file in a folder that exists")
+    from kvtransfer.link_report import require_matplotlib, tune_link  # noqa: PLC0415  (torch takes seconds)
+
+    if plot is not None:
+        require_matplotlib()  # before a minute of measuring
+    tune_link(None if cpu else device, budget_s, plot, json_file)
+
+
+@app.command()
 def info() -> None:
-    """What this machine offers: versions, GPUs and their links. Works without a GPU."""
-    import torch  # noqa: PLC0415
+    """What this machine offers, and what would be slow on it and why. Works without a GPU."""
+    from kvtransfer.info import machine_report  # noqa: PLC0415
 
-    from kvtransfer.device_info import device_info  # noqa: PLC0415
-
-    print(f"kvtransfer {__version__}")
-    for package in ("torch", "triton", "cuda-bindings", "transformers"):
-        try:
-            print(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            print(f"{package}: not installed")
-    if not torch.cuda.is_available():
-        print("GPU: none that PyTorch sees; the CPU path is used")
-        return
-    for index in range(torch.cuda.device_count()):
-        gpu = device_info(index)
-        if gpu.pcie_gen is None or gpu.pcie_width is None or gpu.pcie_theoretical_gbps is None:
-            link = "PCIe link not reported"
-        else:
-            link = f"PCIe {gpu.pcie_gen}.0 x{gpu.pcie_width} ({gpu.pcie_theoretical_gbps:.1f} GB/s in theory)"
-        node = "" if gpu.numa_node is None else f", NUMA node {gpu.numa_node}"
-        print(f"cuda:{index} {gpu.name}, driver {gpu.driver}, {link}, at {gpu.pci_bus_id}{node}")
+    print(machine_report().text())
 
 
 @timeline_app.command()

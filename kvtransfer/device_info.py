@@ -30,6 +30,8 @@ class DeviceInfo:
     """One GPU. ``None`` where the driver or the machine does not tell (virtual machines often hide the link).
 
     pcie_gen, pcie_width    the most that this GPU and its slot can do together: an idle link is slower for a while
+    pcie_gen_now, pcie_width_now  how the link runs at this moment; an idle GPU may lower the generation, not the width
+    pcie_gen_gpu            the most that the GPU could do in another slot
     pcie_theoretical_gbps   GB/s in one direction after line coding; measured copies reach 85-90 % of it
     numa_node               node of the CPUs next to the GPU, for pinned memory
     pci_bus_id              "0000:3b:00.0", as in /sys/bus/pci/devices
@@ -43,6 +45,19 @@ class DeviceInfo:
     pcie_theoretical_gbps: float | None
     numa_node: int | None
     pci_bus_id: str
+    pcie_gen_now: int | None = None
+    pcie_width_now: int | None = None
+    pcie_gen_gpu: int | None = None
+
+
+@dataclass(frozen=True)
+class PcieCounters:
+    """NVML's counters of one GPU; None where it does not tell. Rates are over NVML's own window of 20 ms, in GB/s as
+    the GPU sees them: ``rx`` towards it. ``replays`` counts packets sent again since the driver was loaded."""
+
+    rx_gbps: float | None
+    tx_gbps: float | None
+    replays: int | None
 
 
 def theoretical_pcie_gbps(gen: int | None, width: int | None) -> float | None:
@@ -58,12 +73,7 @@ def device_info(device: int | str | torch.device, *, sysfs: Path = Path("/sys/bu
     NVML numbers all GPUs of the machine, CUDA only the visible ones and in its own order, so the GPU is found by its
     PCI address, or by its UUID where torch does not tell the address. ConfigError without a GPU, a driver or NVML.
     """
-    index = _cuda_index(device)
-    if not torch.cuda.is_available():
-        raise ConfigError(f"device {index}: expected a CUDA GPU, got none that torch can use (torch.cuda.is_available)")
-    if not 0 <= index < torch.cuda.device_count():
-        raise ConfigError(f"device: expected an index below {torch.cuda.device_count()} (visible GPUs), got {index}")
-    properties: Any = torch.cuda.get_device_properties(index)
+    index, properties = _properties(device)
     with _nvml() as nvml:
         try:
             handle = _handle(nvml, properties)
@@ -79,9 +89,39 @@ def device_info(device: int | str | torch.device, *, sysfs: Path = Path("/sys/bu
                 pcie_theoretical_gbps=theoretical_pcie_gbps(gen, width),
                 numa_node=_numa_node(sysfs / bus_id / "numa_node"),
                 pci_bus_id=bus_id,
+                pcie_gen_now=_optional(nvml, lambda: int(nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle))) or None,
+                pcie_width_now=_optional(nvml, lambda: int(nvml.nvmlDeviceGetCurrPcieLinkWidth(handle))) or None,
+                pcie_gen_gpu=_optional(nvml, lambda: int(nvml.nvmlDeviceGetGpuMaxPcieLinkGeneration(handle))) or None,
             )
         except nvml.NVMLError as error:
             raise ConfigError(f"device {index}: NVML could not describe it: {error}") from error
+
+
+def pcie_counters(device: int | str | torch.device) -> PcieCounters:
+    """What NVML counts on the GPU's link at this moment. Takes 40 ms. ConfigError as in `device_info`."""
+    index, properties = _properties(device)
+    with _nvml() as nvml:
+        try:
+            handle = _handle(nvml, properties)
+            rates = [
+                _optional(nvml, lambda kind=kind: int(nvml.nvmlDeviceGetPcieThroughput(handle, kind)))  # type: ignore[misc]
+                for kind in (nvml.NVML_PCIE_UTIL_RX_BYTES, nvml.NVML_PCIE_UTIL_TX_BYTES)
+            ]
+            replays = _optional(nvml, lambda: int(nvml.nvmlDeviceGetPcieReplayCounter(handle)))
+        except nvml.NVMLError as error:
+            raise ConfigError(f"device {index}: NVML could not read its PCIe counters: {error}") from error
+    rx, tx = (None if kb is None else kb * 1e3 / 1e9 for kb in rates)  # NVML counts in KB/s
+    return PcieCounters(rx, tx, replays)
+
+
+def _properties(device: int | str | torch.device) -> tuple[int, Any]:
+    """(torch's index, torch's properties) of a GPU; ConfigError where it is none."""
+    index = _cuda_index(device)
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {index}: expected a CUDA GPU, got none that torch can use (torch.cuda.is_available)")
+    if not 0 <= index < torch.cuda.device_count():
+        raise ConfigError(f"device: expected an index below {torch.cuda.device_count()} (visible GPUs), got {index}")
+    return index, torch.cuda.get_device_properties(index)
 
 
 def _cuda_index(device: int | str | torch.device) -> int:

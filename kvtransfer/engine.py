@@ -31,8 +31,10 @@ from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_conten
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer, Observers, Span
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
-from kvtransfer.plan import HOST_PATHS, Facts, Plan, count_runs, make_plan
+from kvtransfer.link import LinkProfile, load_profile
+from kvtransfer.plan import HOST_PATHS, Facts, Plan, make_plan
 from kvtransfer.pool import KVPool, Stream, is_capturing
+from kvtransfer.predict import Runs, Terrain, budget_of
 from kvtransfer.pump import Pump
 from kvtransfer.staging import StagingRing
 from kvtransfer.submitter import Submitter
@@ -47,7 +49,6 @@ if TYPE_CHECKING:
 
 DEFAULT_STAGING_BYTES = 192 << 20
 LONGEST_DEADLINE_S = 1e6  # eleven days: what a thread can wait for is limited
-DEFAULT_CTAS = 4  # 4 CTAs of 1,024 threads read 51 GB/s of 55 beside a GEMM that keeps 95 % (H200)
 
 
 class TransferEngine:
@@ -55,7 +56,11 @@ class TransferEngine:
 
     staging_bytes  device memory of the ring, allocated once; 0 for none. Or a `StagingRing` shared with others
     path           "auto", or one of `kvtransfer.plan.HOST_PATHS` for every transfer
-    sm_budget      CTAs of a mapped launch
+    sm_budget      what a transfer may take of the GPU: "prefill" or "decode" (`kvtransfer.predict.BUDGETS`), or CTAs
+                   of a mapped launch, whatever a concurrent GEMM loses by them
+    profile        what the link was measured to do; None takes this machine's own (`kvtransfer tune`), or the shipped
+                   figures where there is none
+    compute_s_per_layer  seconds that a layer of the forward takes, for the groups of layer-wise loads; None: unknown
     verify         digests: written down by stores, compared by loads (`TransferHandle.verdict`)
     deadline_s     of each transfer, from its call, unless the call says otherwise
     script         staged layer-wise loads go to the driver in one call without the GIL (`kvtransfer.scripted`); new,
@@ -72,17 +77,19 @@ class TransferEngine:
         *,
         staging_bytes: int | StagingRing = DEFAULT_STAGING_BYTES,
         path: str = "auto",
-        sm_budget: int = DEFAULT_CTAS,
+        sm_budget: int | str = "prefill",
         verify: bool = True,
         deadline_s: float = 30.0,
         script: bool = False,
+        profile: LinkProfile | None = None,
+        compute_s_per_layer: float | None = None,
         observer: Observer = NO_OBSERVER,
         delays: Delays | None = None,
     ) -> None:
         require_same_content(pool.spec, host.spec)
-        if sm_budget < 1:
-            raise ConfigError(f"sm_budget: expected at least 1 CTA, got {sm_budget}")
+        budget = budget_of(sm_budget)
         _require_deadline(deadline_s)
+        self.compute_s_per_layer = _require_compute(compute_s_per_layer)
         if path not in ("auto", *HOST_PATHS):
             raise ConfigError(f"path: expected 'auto' or one of {', '.join(HOST_PATHS)}, got {path!r}")
         if pool.device.type not in ("cuda", "cpu"):
@@ -96,6 +103,7 @@ class TransferEngine:
         self.observer = Observers(observer)
         if nvtx_wanted():
             self.observer.add(NvtxObserver())
+        self.profile = load_profile(pool.device, observer=self.observer) if profile is None else profile
         if on_gpu:
             # Copies of pageable memory hold their submitter for as long as they take: not with the GIL as well.
             told = self.observer
@@ -119,14 +127,25 @@ class TransferEngine:
             lanes,
             ring,
             FlagSets(pool.device, pool.spec.num_layers) if on_gpu else None,
-            sm_budget,
+            budget.ctas,
             verify,
             self.observer,
             host.address + (host.device_shift(pool.device) if on_gpu and host.pinned else 0),
         )
-        self._direct = {
-            "load": coalesce(pool.spec, Side.of(host.layout), Side.of(pool.layout), Box.whole(pool.spec), order="src"),
-            "store": coalesce(pool.spec, Side.of(pool.layout), Side.of(host.layout), Box.whole(pool.spec), order="dst"),
+        ends = {"load": (host.layout, pool.layout, "src"), "store": (pool.layout, host.layout, "dst")}
+        self._terrain = {
+            direction: Terrain(
+                direction,
+                pool.spec,
+                coalesce(pool.spec, Side.of(source), Side.of(target), Box.whole(pool.spec), order=order),
+                0 if ring is None else ring.slot_bytes,
+                on_gpu,
+                host.pinned,
+                self.profile,
+                budget,
+                host.slot_bytes,
+            )
+            for direction, (source, target, order) in ends.items()
         }
         self._order = threading.Lock()  # claims and queue positions of one call, as one step
         self._numbers = itertools.count(1)
@@ -138,6 +157,8 @@ class TransferEngine:
             from kvtransfer.preload import load_kernels  # noqa: PLC0415  (Triton is only needed where there is a GPU)
 
             load_kernels(self._shop, host_pinned=host.pinned)
+            for power in range((pool.num_pages - 1).bit_length() + 1):  # so that no call has to
+                self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
             if script:
                 self._shop.submitter = Submitter.create(lanes.copier, observer)
         self._timeline: Timeline | None = None
@@ -156,16 +177,18 @@ class TransferEngine:
         layerwise: bool = False,
         path: str | None = None,
         deadline_s: float | None = None,
+        compute_s_per_layer: float | None = None,
     ) -> TransferHandle:
         """Host ``slots`` into pool ``pages``, the i-th into the i-th. Returns once fenced, not once moved.
 
         slots      host slot ids on the CPU: ints, a list, numpy, a tensor
         pages      page ids likewise, distinct; or an int32/int64 tensor on the pool's device, checked there
         layerwise  layers arrive in order; wait for each with ``handle.wait_layer`` (or `kvtransfer.hooks.layerwise`)
+        compute_s_per_layer  seconds that a layer of this forward takes, where it is not the engine's own
 
         Waits for nothing on the GPU. Raises LayoutError for bad ids before anything is written.
         """
-        return self._begin("load", slots, pages, layerwise, path, deadline_s)
+        return self._begin("load", slots, pages, layerwise, path, deadline_s, compute_s_per_layer)
 
     def store(
         self,
@@ -206,12 +229,21 @@ class TransferEngine:
         self._launch(transfer, [(self.pool.ledger, source), (target.ledger, into)], here=False)
         return handle
 
-    def plan(self, direction: str, slots: Any, pages: Any, *, layerwise: bool = False, path: str | None = None) -> Plan:
+    def plan(
+        self,
+        direction: str,
+        slots: Any,
+        pages: Any,
+        *,
+        layerwise: bool = False,
+        path: str | None = None,
+        compute_s_per_layer: float | None = None,
+    ) -> Plan:
         """What `load` ("load") or `store` ("store") of these ids would do, and why: ``plan.explain()``."""
         if direction not in ("load", "store"):
             raise ConfigError(f"direction: expected 'load' or 'store', got {direction!r}")
-        slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
-        return self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
+        slot_ids, page_ids, _ = self._check(direction, slots, pages)
+        return self._plan(direction, slot_ids, page_ids, layerwise, path, compute_s_per_layer)
 
     @contextmanager
     def timeline(self, file: str | Path, *, link_gbps: float | None = None) -> Iterator[Timeline]:
@@ -261,10 +293,17 @@ class TransferEngine:
     # -- inside -----------------------------------------------------------------------------------
 
     def _begin(
-        self, direction: str, slots: Any, pages: Any, layerwise: bool, path: str | None, deadline_s: float | None
+        self,
+        direction: str,
+        slots: Any,
+        pages: Any,
+        layerwise: bool,
+        path: str | None,
+        deadline_s: float | None,
+        compute_s: float | None = None,
     ) -> TransferHandle:
         slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
-        plan = self._plan(direction, slot_ids, page_ids, gpu_ids, layerwise, path)
+        plan = self._plan(direction, slot_ids, page_ids, layerwise, path, compute_s)
         handle = self._handle(plan, deadline_s)
         if plan.pages == 0:
             handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
@@ -335,24 +374,15 @@ class TransferEngine:
         return slot_ids, page_ids, gpu_ids if count else None
 
     def _plan(
-        self,
-        direction: str,
-        slots: Ids,
-        pages: Ids | None,
-        gpu_ids: torch.Tensor | None,
-        layerwise: bool,
-        path: str | None,
+        self, direction: str, slots: Ids, pages: Ids | None, layerwise: bool, path: str | None, compute_s: float | None
     ) -> Plan:
         facts = Facts(
-            direction,
-            self.pool.spec,
+            self._terrain[direction],
             slots.size,
-            self._direct[direction],
-            None if pages is None else count_runs(slots, pages),
-            0 if self._shop.ring is None else self._shop.ring.slot_bytes,
+            None if pages is None else Runs.of(slots, pages),
+            Runs.of(slots),
             layerwise,
-            self._shop.on_gpu,
-            self.host.pinned,
+            self.compute_s_per_layer if compute_s is None else _require_compute(compute_s),
         )
         forced = self.path if path is None else path
         chosen = None if forced == "auto" else forced
@@ -463,6 +493,12 @@ def _require_deadline(deadline_s: float) -> float:
     if deadline_s > LONGEST_DEADLINE_S:
         raise ConfigError(f"deadline_s: expected at most {LONGEST_DEADLINE_S:g}, got {deadline_s}")
     return deadline_s
+
+
+def _require_compute(compute_s: float | None) -> float | None:
+    if compute_s is not None and not 0 < compute_s < float("inf"):
+        raise ConfigError(f"compute_s_per_layer: expected seconds above 0, got {compute_s}")
+    return compute_s
 
 
 def _event(stream: Stream) -> Event:

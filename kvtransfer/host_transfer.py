@@ -16,12 +16,11 @@ from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.kernels.table import CopyTable
 from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
+from kvtransfer.predict import STRIDED_RUN_PAGES
 from kvtransfer.scripted import can_launch, submit_load
 from kvtransfer.tiers.record import NOTHING_STORED
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import Workshop
-
-STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 8 descriptors' worth of CPU
 
 
 class HostTransfer(Transfer):

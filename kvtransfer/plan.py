@@ -1,33 +1,45 @@
 """plan: which path a transfer takes, in which chunks, and why. Pure functions over numbers.
 
-The rules rest on the figures of docs/performance.md: copy-engine batches reach the link from pieces of
-256 KiB on, a mapped kernel reads small pieces at 90 % of it, a strided copy costs 8 us of CPU a call, and
-SMs that write host memory take a third of a GEMM. A measured profile replaces them later.
+Each path that can carry the transfer is predicted from the link profile (`kvtransfer.predict`), and the one that is
+through first is taken. Two rules stand above the clock: a path that would take more of a concurrent GEMM than the
+budget tolerates is left to those who ask for it, as are stores by SMs, and of paths that are about as quick as each
+other the one that leaves the GPU to the model goes first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.kernels.coalesce import Box, Geometry
+from kvtransfer.groups import MAX_GROUP_LAYERS, Groups, layer_groups
+from kvtransfer.kernels.coalesce import Box
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import box_bytes
 from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.predict import CHUNK_PAGES, Asked, Prediction, Runs, Terrain, predict
+
+__all__ = [
+    "HOST_PATHS",
+    "MAX_GROUP_LAYERS",
+    "PATHS",
+    "Chunk",
+    "Facts",
+    "Plan",
+    "layer_groups",
+    "make_plan",
+    "runs_of",
+    "staged_boxes",
+]
 
 HOST_PATHS = ("staged", "strided", "mapped", "cpu")  # between a pool and host slots
 PATHS = (*HOST_PATHS, "device")
 
-BATCH_PIECE_BYTES = 256 * 1024  # H2D batches: 39 GB/s at 128 KiB, 52 at 1 MiB, of 55 (H200)
-STRIDED_CALL_BYTES = 1 << 20  # a call costs 8 us of CPU, in which the link moves 440 KB
-STRIDED_ROW_BYTES = 16 * 1024
-CPU_CHUNK_PAGES = 128
+MARGIN = 0.05  # a path that takes more from the model must be so much quicker: 3 % are noise, its SMs cost 2 to 5
 DIGEST_TOKENS = 8  # a box starts on a whole digest word when it starts on a multiple of 8 tokens
-MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a forward (H200)
 
 
 @dataclass(frozen=True)
@@ -41,7 +53,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one transfer will run. ``rejected`` holds (path, reason) of the others, ``reason`` why this one."""
+    """How one transfer will run, and why.
+
+    predicted  of the path; None where nothing is predicted (copies within a device)
+    others     predictions of the other paths that could carry it, the runner-up first
+    barred     (path, reason) of those among them that the budget leaves to those who ask for them
+    refused    (path, reason) of paths that can't carry it
+    link       whose figures the predictions rest on
+    """
 
     direction: str
     path: str
@@ -52,61 +71,108 @@ class Plan:
     pieces: int
     chunks: tuple[Chunk, ...]
     layerwise: bool
-    rejected: tuple[tuple[str, str], ...] = field(default=())
+    predicted: Prediction | None = None
+    others: tuple[Prediction, ...] = field(default=())
+    barred: tuple[tuple[str, str], ...] = field(default=())
+    refused: tuple[tuple[str, str], ...] = field(default=())
+    link: str = ""
+
+    @cached_property
+    def rejected(self) -> tuple[tuple[str, str], ...]:
+        """(path, why not) of the other paths, the runner-up first."""
+        barred = dict(self.barred)
+        return tuple((p.path, self._why_not(p, barred.get(p.path))) for p in self.others) + self.refused
 
     def explain(self) -> str:
-        """A few lines for people: pieces, count, path, and why the others lost."""
+        """A few lines for people: pieces, count, path, what is predicted, and why the others lost."""
         lines = [
             f"{self.direction}: {self.pages} pages, {self.total_bytes:,} bytes by path {self.path}: {self.reason}",
             f"  {self.pieces:,} pieces of {self.piece_bytes:,} bytes in {len(self.chunks)} chunks"
             + (", layer by layer" if self.layerwise else ""),
         ]
-        lines += [f"  not {path}: {why}" for path, why in self.rejected]
+        if self.predicted is not None and self.predicted.seconds:
+            lines.append(f"  predicted {_figures(self.predicted)}, bound by {self.predicted.bound}")
+        if self.layerwise and self.predicted is not None and self.predicted.groups:
+            sizes = ",".join(str(stop - start) for start, stop in self.predicted.groups)
+            lines.append(f"  groups of {sizes} layers")
+        runner_up = self.others[0].path if self.others else None
+        lines += [f"  not {path}{' (runner-up)' if path == runner_up else ''}: {why}" for path, why in self.rejected]
+        if self.link:
+            lines.append(f"  link: {self.link}")
         return "\n".join(lines)
+
+    def _why_not(self, p: Prediction, bar: str | None) -> str:
+        if bar is not None:
+            return f"{bar}; predicted {_figures(p)}" if p.seconds else bar
+        chosen = self.predicted
+        if chosen is None or not chosen.finish_s:
+            return "nothing is moved"
+        slower = p.finish_s / chosen.finish_s - 1
+        what = "load and forward" if p.finish_s != p.seconds else "it"
+        if slower >= 0:
+            return f"predicted {_figures(p)}: {what} would take {slower:.1%} longer, bound by {p.bound}"
+        return (
+            f"predicted {_figures(p)}: {what} would take {-slower:.1%} less, "
+            f"but leaves {p.kept:.0%} of a concurrent GEMM instead of {chosen.kept:.0%}"
+        )
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a choice is made from. ``slot_bytes`` is a ring slot, 0 without a ring.
+    """What a choice is made from: what all transfers of a direction share, and this one's own.
 
-    ``runs`` counts runs of pages that follow each other on both sides; None where the page ids are on the GPU.
-    ``direct`` is the geometry between pool and host with its entries merged; ``strided_ok`` and ``mapped_ok``
-    say whether copy engine and kernels can reach host memory directly.
+    runs       runs of pages that follow each other on both sides; None where the page ids are on the GPU
+    host_runs  runs of host slots alone: what the staged path merges
+    compute_s  seconds that a layer of the forward takes beside which a layer-wise load runs, where known
     """
 
-    direction: str
-    spec: KVSpec
+    terrain: Terrain
     pages: int
-    direct: Geometry
-    runs: int | None
-    slot_bytes: int
+    runs: Runs | None
+    host_runs: Runs
     layerwise: bool
-    on_gpu: bool
-    host_pinned: bool
+    compute_s: float | None = None
 
 
 def make_plan(facts: Facts, forced: str | None = None) -> Plan:
     """Choose a path (or take ``forced``) and cut the transfer into chunks. ConfigError if a forced path can't run."""
-    refused = dict(_refusals(facts))
-    order, why = _preference(facts)
-    if forced is not None:
-        if forced not in HOST_PATHS:
-            raise ConfigError(f"path: expected one of {', '.join(HOST_PATHS)} or 'auto', got {forced!r}")
-        if forced in refused:
-            raise ConfigError(f"path {forced!r} can't carry this {facts.direction}: {refused[forced]}")
-        order, why = (forced, *order), {**why, forced: "asked for by the caller"}
-    path = next((p for p in order if p not in refused), None)
-    if path is None:
-        raise ConfigError(f"no path can carry this {facts.direction}: {refused}")
-    others = [(p, refused.get(p) or why.get(p, "")) for p in dict.fromkeys(order) if p != path]
-    piece, pieces = _pieces(facts, path)
+    t = facts.terrain
+    groups = _groups(facts)
+    _, box_sizes = _cuts(t.spec, t.slot_bytes, groups)
+    refused = dict(_refusals(facts, max(box_sizes)))
+    if forced is not None and forced not in HOST_PATHS:
+        raise ConfigError(f"path: expected one of {', '.join(HOST_PATHS)} or 'auto', got {forced!r}")
+    if forced in refused:
+        raise ConfigError(f"path {forced!r} can't carry this {t.direction}: {refused[forced]}")
+    order = ("staged", "strided", "mapped") if t.on_gpu else ("cpu", "staged")
+    asked = Asked(facts.pages, facts.runs, facts.host_runs, facts.layerwise, facts.compute_s)
+    can = [predict(t, asked, path, box_sizes, groups) for path in order if path not in refused]
+    if not can:
+        raise ConfigError(f"no path can carry this {t.direction}: {refused}")
+    barred = dict(_barred(t, can))
+    chosen = next(p for p in can if p.path == forced) if forced is not None else _best(can, barred)
+    barred.pop(chosen.path, None)
+    others = sorted((p for p in can if p is not chosen), key=lambda p: (p.path in barred, p.finish_s))
     return Plan(
-        facts.direction, path, why[path], facts.pages, facts.pages * facts.spec.page_bytes, piece, pieces,
-        tuple(_chunks(facts, path)), facts.layerwise, tuple(o for o in others if o[1]),
-    )  # fmt: skip
+        t.direction,
+        chosen.path,
+        "asked for by the caller" if forced is not None else _reason(t, chosen, others, barred),
+        facts.pages,
+        facts.pages * t.spec.page_bytes,
+        chosen.piece_bytes,
+        chosen.pieces,
+        _chunks(t, chosen.path, facts.pages, facts.layerwise, groups),
+        facts.layerwise,
+        chosen,
+        tuple(others),
+        tuple(barred.items()),
+        tuple((p, refused[p]) for p in order if p in refused),
+        t.link,
+    )
 
 
-def _refusals(f: Facts) -> Iterable[tuple[str, str]]:
+def _refusals(facts: Facts, largest_box: int) -> Iterable[tuple[str, str]]:
+    f = facts.terrain
     if not f.on_gpu:
         yield "mapped", "there is no GPU to run the kernel"
         yield "strided", "there is no GPU"
@@ -116,82 +182,79 @@ def _refusals(f: Facts) -> Iterable[tuple[str, str]]:
             yield "mapped", "the host slab is not pinned, so kernels can't reach it"
     if f.slot_bytes == 0:
         yield "staged", "there is no staging ring"
-    elif (need := _largest_box(f)) > f.slot_bytes:
+    elif largest_box > f.slot_bytes:
         yield (
             "staged",
             (
                 f"a ring slot of {f.slot_bytes:,} bytes is too small for {DIGEST_TOKENS} tokens of one layer "
-                f"({need:,} bytes); a ring has three slots: give it more staging_bytes"
+                f"({largest_box:,} bytes); a ring has three slots: give it more staging_bytes"
             ),
         )
-    if f.runs is None:
+    if facts.runs is None:
         yield "strided", "page ids are on the GPU: the copy engine needs addresses on the CPU"
-    if f.layerwise and f.direction == "store":
+    if facts.layerwise and f.direction == "store":
         yield "mapped", "its one launch can't leave layer by layer"
-        if f.runs is None:
+        if facts.runs is None:
             yield "staged", "layer by layer it can't wait for the GPU's check of page ids: give them on the CPU"
 
 
-def _preference(f: Facts) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Paths from best to worst, each with its reason (or, for those behind, what counts against it)."""
-    if not f.on_gpu:
-        return ("cpu", "staged"), {"cpu": "the pool is in host memory", "staged": "a ring gains nothing on a CPU"}
-    merged = f.direct.merged
-    row = min(e.piece_bytes for e in merged)
-    runs = max(f.pages if f.runs is None else f.runs, 1)
-    call = row * f.pages // runs
-    good_rows = all(not e.loops for e in merged) and (row >= STRIDED_ROW_BYTES or runs == f.pages == 1)
-    piece = _staged_piece(f)
-    why = {
-        "strided": f"rows of {row:,} bytes in {runs} runs make {call:,} bytes a call",
-        "staged": f"pieces of {piece:,} bytes between ring and host pages",
-        "mapped": f"pieces of {piece:,} bytes are too small for the copy engine ({BATCH_PIECE_BYTES:,} wanted)",
-    }
-    if good_rows and call >= STRIDED_CALL_BYTES:
-        return ("strided", "staged", "mapped"), {**why, "mapped": "SMs are left to the model where the copy engine can"}
-    why["strided"] = f"{call:,} bytes a call are less than {STRIDED_CALL_BYTES:,}"
-    if f.direction == "store":
-        why["mapped"] = "writing host memory from SMs takes a third of a concurrent GEMM"
-        return ("staged", "strided", "mapped"), why
-    if piece >= BATCH_PIECE_BYTES:
-        return ("staged", "mapped", "strided"), {**why, "mapped": "the copy engine reaches the link with these pieces"}
-    why["staged"] = f"pieces of {piece:,} bytes: the copy engine wants {BATCH_PIECE_BYTES:,}"
-    return ("mapped", "staged", "strided"), why
+def _barred(t: Terrain, can: Sequence[Prediction]) -> Iterable[tuple[str, str]]:
+    """Paths that can carry the transfer and are left to those who ask for them, unless there is no other."""
+    for p in can:
+        loss = 1 - p.kept
+        if p.path == "mapped" and t.direction == "store":
+            yield p.path, f"SMs that write host memory take {loss:.0%} of a concurrent GEMM: only where asked for"
+        elif loss > t.budget.gemm_loss:
+            yield (
+                p.path,
+                f"it takes {loss:.0%} of a concurrent GEMM; {t.budget.name} tolerates {t.budget.gemm_loss:.0%}",
+            )
+    if can[0].path == "cpu":
+        yield from ((p.path, "a ring gains nothing on a CPU") for p in can[1:])
 
 
-def _staged_piece(f: Facts) -> int:
-    """Bytes contiguous in a host page that one descriptor moves, most of the time."""
-    if not f.layerwise:
-        return min(f.spec.page_bytes, max(f.slot_bytes, 1))
-    return max(f.spec.layer_bytes(i) for i in range(f.spec.num_layers)) * min(MAX_GROUP_LAYERS, f.spec.num_layers)
+def _best(can: Sequence[Prediction], barred: dict[str, str]) -> Prediction:
+    """The first one through; of those close behind it the one that takes least from the model."""
+    free = [p for p in can if p.path not in barred] or can
+    limit = min(p.finish_s for p in free) * (1 + MARGIN)
+    return max((p for p in free if p.finish_s <= limit), key=lambda p: (round(p.kept, 2), -p.finish_s))
 
 
-def _pieces(f: Facts, path: str) -> tuple[int, int]:
+def _figures(p: Prediction) -> str:
+    return f"{p.seconds * 1e3:.3g} ms, {p.gbps:.1f} GB/s"
+
+
+def _reason(t: Terrain, chosen: Prediction, others: Sequence[Prediction], barred: dict[str, str]) -> str:
+    if not t.on_gpu:
+        return "the pool is in host memory"
+    if not chosen.seconds:
+        return "there is nothing to move"
+    if any(p.path not in barred and p.finish_s < chosen.finish_s for p in others):
+        return f"within {MARGIN:.0%} of the quickest, and it takes less from the model"
+    return "predicted to be through first" if others else "no other path can carry it"
+
+
+# -- chunks ----------------------------------------------------------------------------------------
+
+
+def _chunks(t: Terrain, path: str, pages: int, layerwise: bool, groups: Groups) -> tuple[Chunk, ...]:
+    if pages == 0:
+        return ()
     if path == "staged":
-        piece = _staged_piece(f)
-        return piece, f.pages * max(1, -(-f.spec.page_bytes // piece))
-    if path == "strided":
-        merged = f.direct.merged
-        return min(e.piece_bytes for e in merged), f.pages * sum(e.unit_bytes // e.piece_bytes for e in merged)
-    return f.direct.piece_bytes, f.pages * f.direct.pieces_a_page
-
-
-def _chunks(f: Facts, path: str) -> Iterable[Chunk]:
-    if f.pages == 0:
-        return
-    whole = Box.whole(f.spec)
-    tokens = f.spec.page_size
+        return _staged_chunks(t.spec, t.slot_bytes, groups, pages)
+    whole = Box.whole(t.spec)
     if path == "mapped":
-        yield Chunk(whole, 0, f.pages)
-    elif path == "staged":
-        for box in _boxes(f):
-            nbytes = box_bytes(f.spec, box.layer_start, box.layer_stop, box.token_start, box.token_stop)
-            yield from _by_pages(box, f.pages, max(1, f.slot_bytes // nbytes))
-    elif f.layerwise or (path == "strided" and len(f.direct.merged) > 1):
-        for layer in range(f.spec.num_layers):
-            yield Chunk(Box(layer, layer + 1, 0, tokens), 0, f.pages)
-    else:
-        yield from _by_pages(whole, f.pages, CPU_CHUNK_PAGES)
+        return (Chunk(whole, 0, pages),)
+    if layerwise or (path == "strided" and len(t.direct.merged) > 1):
+        layers = range(t.spec.num_layers)
+        return tuple(Chunk(Box(layer, layer + 1, 0, t.spec.page_size), 0, pages) for layer in layers)
+    return tuple(_by_pages(whole, pages, CHUNK_PAGES))
+
+
+@lru_cache(maxsize=256)
+def _staged_chunks(spec: KVSpec, slot_bytes: int, groups: Groups, pages: int) -> tuple[Chunk, ...]:
+    cuts = zip(*_cuts(spec, slot_bytes, groups), strict=True)
+    return tuple(chunk for box, nbytes in cuts for chunk in _by_pages(box, pages, max(1, slot_bytes // nbytes)))
 
 
 def _by_pages(box: Box, pages: int, most: int) -> Iterable[Chunk]:
@@ -199,20 +262,17 @@ def _by_pages(box: Box, pages: int, most: int) -> Iterable[Chunk]:
         yield Chunk(box, first, min(most, pages - first))
 
 
-def _boxes(f: Facts) -> tuple[Box, ...]:
-    return staged_boxes(f.spec, f.slot_bytes, tuple(_groups(f)))
-
-
-def _groups(f: Facts) -> list[tuple[int, int]]:
+def _groups(facts: Facts) -> Groups:
     """Layers that may travel together. A layer-wise store can't wait for the next layer: each goes alone."""
-    layers = f.spec.num_layers
-    if not f.layerwise:
-        return [(0, layers)]
-    return layer_groups(layers) if f.direction == "load" else [(i, i + 1) for i in range(layers)]
+    t = facts.terrain
+    if not facts.layerwise:
+        return ((0, t.spec.num_layers),)
+    if t.direction == "load":
+        return t.groups(facts.pages, facts.compute_s)
+    return tuple((i, i + 1) for i in range(t.spec.num_layers))
 
 
-@lru_cache(maxsize=256)
-def staged_boxes(spec: KVSpec, slot_bytes: int, groups: tuple[tuple[int, int], ...]) -> tuple[Box, ...]:
+def staged_boxes(spec: KVSpec, slot_bytes: int, groups: Groups) -> tuple[Box, ...]:
     """The boxes that each group of layers is cut into to fit a ring slot: by layer first, then by token."""
     tokens = spec.page_size
     boxes: list[Box] = []
@@ -239,31 +299,15 @@ def _token_boxes(spec: KVSpec, layer: int, slot_bytes: int) -> list[Box]:
     return [Box(layer, layer + 1, t, min(t + step, tokens)) for t in range(0, tokens, step)]
 
 
-def _largest_box(f: Facts) -> int:
-    """Bytes of the largest box that the pages are cut into: more than a slot where it can't be cut smaller."""
-    return max(box_bytes(f.spec, b.layer_start, b.layer_stop, b.token_start, b.token_stop) for b in _boxes(f))
-
-
-def layer_groups(num_layers: int, most: int = MAX_GROUP_LAYERS) -> list[tuple[int, int]]:
-    """(start, stop) of the groups of a layer-wise transfer: small first, larger in the middle, small last."""
-    ramp = list(range(1, most))
-    while 2 * sum(ramp) > num_layers:
-        ramp.pop()
-    middle = num_layers - 2 * sum(ramp)
-    sizes = ramp + [most] * (middle // most) + ([middle % most] if middle % most else []) + ramp[::-1]
-    stops = np.cumsum(sizes).tolist()
-    return list(zip([0, *stops[:-1]], stops, strict=True))
-
-
-def count_runs(a: NDArray[np.int64], b: NDArray[np.int64]) -> int:
-    """Runs in which both id lists go up by one together."""
-    if a.size == 0:
-        return 0
-    return 1 + int(np.count_nonzero((a[1:] - a[:-1] != 1) | (b[1:] - b[:-1] != 1)))
+@lru_cache(maxsize=256)
+def _cuts(spec: KVSpec, slot_bytes: int, groups: Groups) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+    """`staged_boxes`, and the bytes of each a page."""
+    boxes = staged_boxes(spec, slot_bytes, groups)
+    return boxes, tuple(box_bytes(spec, b.layer_start, b.layer_stop, b.token_start, b.token_stop) for b in boxes)
 
 
 def runs_of(a: NDArray[np.int64], b: NDArray[np.int64]) -> Sequence[tuple[int, int]]:
-    """(first position, length) of each such run."""
+    """(first position, length) of each run in which both id lists go up by one together."""
     if a.size == 0:
         return []
     breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
+from kvtransfer.groups import patterns
 from kvtransfer.kernels import check, mapped, relayout
 from kvtransfer.kernels.coalesce import Box
 from kvtransfer.lanes import CudaLanes
-from kvtransfer.plan import layer_groups, staged_boxes
+from kvtransfer.plan import staged_boxes
 from kvtransfer.submitter import Launch
 from kvtransfer.workshop import Workshop
 
@@ -64,11 +65,10 @@ def _launches(shop: Workshop, host_pinned: bool) -> Iterator[tuple[str, Box]]:
         yield "host>pool", Box.whole(spec)
     single = tuple((i, i + 1) for i in range(layers))
     slot_bytes = shop.ring.slot_bytes if shop.ring is not None else 0
-    groupings = (((0, layers),), tuple(layer_groups(layers)), single)
-    for groups in groupings if slot_bytes else groupings[:0]:
-        for box in staged_boxes(spec, slot_bytes, groups):
-            yield "pool>ring", box
-            yield "ring>pool", box
+    groupings = (((0, layers),), single, *patterns(layers)) if slot_bytes else ()
+    for box in dict.fromkeys(box for groups in groupings for box in staged_boxes(spec, slot_bytes, groups)):
+        yield "pool>ring", box
+        yield "ring>pool", box
     yield "pool>ring", Box.whole(spec)  # strided copies digest whole pages
     for i, j in single:  # or layer by layer
         yield "pool>ring", Box(i, j, 0, spec.page_size)

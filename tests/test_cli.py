@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import kvtransfer
 from kvtransfer import cli
@@ -110,3 +111,56 @@ def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_an_unknown_option_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("demo", "--no-such-option") == 2
     assert "--no-such-option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--cpu", "--budget-s", "0"], "--budget-s: expected seconds above 0, got 0.0"),
+        (["--cpu", "--budget-s", "nan"], "--budget-s: expected seconds above 0, got nan"),
+        (["--cpu", "--plot", "/no/such/folder/x.png"], "expected a file in a folder that exists"),
+        (["--cpu", "--json", "/no/such/folder/x.json"], "expected a file in a folder that exists"),
+        (["--device", "99"], "GPU" if not torch.cuda.is_available() else "--device: expected an index below"),
+    ],
+)
+def test_bad_input_to_tune(args: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("tune", *args) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err and captured.err.strip().count("\n") == 0
+    assert not captured.out
+
+
+def test_a_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert exit_code("tune", "--cpu", "--plot", "x.png") == 2
+    assert "--plot: expected matplotlib, got none; pip install 'kvtransfer[plot]'" in capsys.readouterr().err
+
+
+def test_tune_measures_the_cpu_shows_it_and_keeps_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvtransfer.link import decode_profile, load_profile
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("kvtransfer.meter.CPU_REGION_BYTES", 4 << 20)
+    monkeypatch.setattr("kvtransfer.meter.CpuMeter.largest_bytes", 1 << 20)
+    assert exit_code("tune", "--cpu", "--budget-s", "0.3", "--json", str(tmp_path / "link.json")) == 0
+    out = capsys.readouterr().out
+    assert "GB/s by piece size" in out and "256 KiB" in out and "us a launch" not in out.splitlines()[0]
+    kept = load_profile("cpu")
+    assert f"kept as {tmp_path / 'cache' / 'kvtransfer' / kept.key.file_name}" in out.replace("\n", "")
+    assert kept.source == "measured" and decode_profile((tmp_path / "link.json").read_bytes(), "file") == kept
+    assert exit_code("info") == 0
+    assert "link profile: measured on CPU" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_profile_is_drawn(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from kvtransfer.link import shipped_profile
+    from kvtransfer.link_report import plot_profile
+
+    plot_profile(shipped_profile(kind), tmp_path / "link.png")
+    assert (tmp_path / "link.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ConfigError, match="expected a file in a folder that exists"):
+        plot_profile(shipped_profile(kind), tmp_path / "none" / "link.png")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtransfer.device_info import DeviceInfo, device_info, theoretical_pcie_gbps
+from kvtransfer.device_info import DeviceInfo, PcieCounters, device_info, pcie_counters, theoretical_pcie_gbps
 from kvtransfer.kernels.errors import ConfigError
 
 
@@ -69,6 +69,23 @@ class FakeNvml:
     def _nvmlDeviceGetMaxPcieLinkWidth(self, handle: str) -> int:
         return 16
 
+    def _nvmlDeviceGetCurrPcieLinkGeneration(self, handle: str) -> int:
+        return 1
+
+    def _nvmlDeviceGetCurrPcieLinkWidth(self, handle: str) -> int:
+        return 8
+
+    def _nvmlDeviceGetGpuMaxPcieLinkGeneration(self, handle: str) -> int:
+        return 6
+
+    NVML_PCIE_UTIL_TX_BYTES, NVML_PCIE_UTIL_RX_BYTES = 0, 1
+
+    def _nvmlDeviceGetPcieThroughput(self, handle: str, kind: int) -> int:
+        return (2_000_000, 50_000_000)[kind]
+
+    def _nvmlDeviceGetPcieReplayCounter(self, handle: str) -> int:
+        return 3
+
 
 @pytest.fixture
 def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
@@ -95,8 +112,23 @@ def test_the_visible_gpu_is_found_by_its_address(nvml: FakeNvml, tmp_path: Path,
         pcie_theoretical_gbps=theoretical_pcie_gbps(5, 16),
         numa_node=1,
         pci_bus_id="0000:3b:00.0",
+        pcie_gen_now=1,
+        pcie_width_now=8,
+        pcie_gen_gpu=6,
     )
     assert nvml.open == 0
+
+
+def test_counters(nvml: FakeNvml) -> None:
+    assert pcie_counters(0) == PcieCounters(rx_gbps=50.0, tx_gbps=2.0, replays=3)
+    nvml.missing["nvmlDeviceGetPcieThroughput"] = nvml.NVMLError_NotSupported
+    assert pcie_counters("cuda:0") == PcieCounters(None, None, 3)
+    nvml.missing["nvmlDeviceGetPcieReplayCounter"] = nvml.NVMLError
+    with pytest.raises(ConfigError, match="could not read its PCIe counters"):
+        pcie_counters(0)
+    assert nvml.open == 0
+    with pytest.raises(ConfigError, match=r"index below 1 \(visible GPUs\), got 1"):
+        pcie_counters(1)
 
 
 def test_by_uuid_where_torch_tells_no_address(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,7 +194,7 @@ def test_theoretical_rates() -> None:
 @pytest.mark.gpu
 def test_the_real_gpu() -> None:
     info = device_info(torch.device("cuda", 0))
-    print(info)
+    print(info, pcie_counters(0))
     assert info.name == torch.cuda.get_device_name(0)
     assert info.uuid.startswith("GPU-") and info.driver
     assert info.uuid.removeprefix("GPU-") == str(torch.cuda.get_device_properties(0).uuid)

@@ -1,0 +1,88 @@
+"""groups: which layers of a layer-wise load travel together. Pure functions.
+
+A large group has large pieces and few submissions; a small first group lets the forward begin early, a small last
+one leaves little to compute after the last byte. `best_groups` follows each pattern beside a forward and takes the one
+that is through first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a forward (H200, pages of 16)
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+
+Groups = tuple[tuple[int, int], ...]
+SLACK = 0.01  # fewer groups are worth so much: each holds the GIL for a dozen driver calls
+
+GroupSeconds = Callable[[int], tuple[float, float]]
+"""Bytes of a group a page -> (seconds on the copy lane, seconds from there until its layers can be used)."""
+
+
+def layer_groups(
+    num_layers: int, most: int = MAX_GROUP_LAYERS, *, up: bool = True, down: bool = True
+) -> list[tuple[int, int]]:
+    """(start, stop) of groups of at most ``most`` layers: growing from one (``up``), at last shrinking (``down``)."""
+    ramp = list(range(1, most))
+    while (up + down) * sum(ramp) > num_layers:
+        ramp.pop()
+    middle = num_layers - (up + down) * sum(ramp)
+    rest = [middle % most] if middle % most else []
+    sizes = [*(ramp if up else []), *[most] * (middle // most), *rest, *(ramp[::-1] if down else [])]
+    stops = np.cumsum(sizes).tolist()
+    return list(zip([0, *stops[:-1]], stops, strict=True))
+
+
+@lru_cache(maxsize=64)
+def patterns(num_layers: int) -> tuple[Groups, ...]:
+    """What `best_groups` tries: even groups and ramps up, down and both, of several sizes; fewest groups first."""
+    found: dict[Groups, None] = {}
+    for most in (*(n for n in _SIZES if n < num_layers), num_layers):
+        for up, down in ((False, False), (True, False), (False, True), (True, True)):
+            found[tuple(layer_groups(num_layers, most, up=up, down=down))] = None
+    return tuple(sorted(found, key=len))
+
+
+def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, layer_s: float) -> tuple[float, float]:
+    """(when the last layer has arrived, when a forward that takes ``layer_s`` a layer is through), in seconds.
+
+    ``ends`` are the bytes of a page up to the end of each layer, beginning with 0.
+    """
+    lane = arrived = done = 0.0
+    for start, stop in groups:
+        copy, lag = group_s(ends[stop] - ends[start])
+        lane += copy
+        arrived = lane + lag
+        done = max(done, arrived) + (stop - start) * layer_s
+    return arrived, done
+
+
+def best_groups(ends: Sequence[int], group_s: GroupSeconds, layer_times: Sequence[float], slot_bytes: int) -> Groups:
+    """The pattern beside which a forward is through first; of those within `SLACK` the one of the fewest groups.
+
+    ``layer_times`` are seconds that a layer may take. With several, the pattern is taken whose worst loss against the
+    best of each is smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
+    again), except single layers.
+    """
+    known: dict[int, tuple[float, float]] = {}
+
+    def seconds(nbytes: int) -> tuple[float, float]:
+        if nbytes not in known:
+            known[nbytes] = group_s(nbytes)
+        return known[nbytes]
+
+    fitting = [
+        p
+        for p in patterns(len(ends) - 1)
+        if all(stop - start == 1 or ends[stop] - ends[start] <= slot_bytes for start, stop in p)
+    ]
+    losses = [1.0] * len(fitting)
+    for layer_s in layer_times:
+        times = [layers_done(p, ends, seconds, layer_s)[1] for p in fitting]
+        best = min(times)
+        losses = [max(loss, t / best) for loss, t in zip(losses, times, strict=True)]
+    limit = min(losses) * (1 + SLACK)
+    return next(p for p, loss in zip(fitting, losses, strict=True) if loss <= limit)

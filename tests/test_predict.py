@@ -1,0 +1,203 @@
+"""Predictions: what a path's time is made of, against the same sums written out; budgets; an engine's own profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_helpers import LIMIT_S, TINY, Log, make_rig
+from msgspec.structs import replace
+from test_plan import BIG, H200, MEDIUM, TOKENS, facts
+
+from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.link import CpuCost, Curve, Grid, LinkProfile, save_profile, shipped_profile
+from kvtransfer.plan import Facts, make_plan
+from kvtransfer.predict import BUDGETS, Prediction, Runs, budget_of
+
+
+def flat(gbps: float) -> Grid:
+    return Grid((1,), (1,), ((gbps,),))
+
+
+def profile(**grids: Grid) -> LinkProfile:
+    """Rates that do not depend on anything; a CPU and a relayout that cost next to nothing."""
+    return replace(
+        H200,
+        grids={f"{path}/{way}": grid for path, grid in grids.items() for way in ("h2d", "d2h")},
+        cpu=CpuCost(1e-6, 1e-6, 1e-6),
+        relayout=Curve((1,), (1e9,)),
+        mapped_scale={},
+    )
+
+
+def predicted(case: Facts, path: str) -> Prediction:
+    found = make_plan(case, path).predicted
+    assert found is not None and found.path == path
+    return found
+
+
+def test_times_are_bytes_over_the_tables_rate() -> None:
+    rates = profile(staged=flat(20.0), strided=flat(40.0), mapped=flat(10.0))
+    case = facts(MEDIUM, pages=512, profile=rates)
+    assert predicted(case, "staged").seconds == pytest.approx((1 << 30) / 20e9, rel=1e-3)
+    assert predicted(case, "mapped").seconds == pytest.approx((1 << 30) / 10e9, rel=1e-3)
+    assert predicted(case, "strided").gbps == pytest.approx(20, rel=0.03), "random pages go as descriptors"
+    runs = facts(MEDIUM, pages=512, runs=1, profile=rates)
+    assert predicted(runs, "strided").gbps == pytest.approx(40, rel=0.01), "a run is one call a layer"
+    assert predicted(runs, "strided").pieces == 64
+
+
+def test_no_path_is_quicker_than_the_link() -> None:
+    case = facts(MEDIUM, pages=512, profile=profile(staged=flat(900.0), mapped=flat(900.0)))
+    for path in ("staged", "mapped"):
+        assert predicted(case, path).gbps == pytest.approx(H200.peak_gbps["h2d"], rel=1e-3)
+    pageable = facts(MEDIUM, pages=512, host_pinned=False)
+    assert predicted(pageable, "staged").gbps == pytest.approx(6.0, rel=0.01)
+
+
+def test_a_slow_cpu_or_a_slow_relayout_decides() -> None:
+    slow = replace(profile(staged=flat(50.0), strided=flat(50.0)), cpu=CpuCost(100.0, 100.0, 1.0))
+    found = predicted(facts(TOKENS, pages=8192, profile=slow), "staged")
+    assert found.bound == "the CPU" and found.seconds == pytest.approx(8192 * 100e-6, rel=0.01)
+    runs = predicted(facts(MEDIUM, pages=512, runs=128, profile=slow), "strided")
+    assert runs.bound == "the CPU" and runs.seconds == pytest.approx(128 * 64 * 100e-6, rel=0.01)
+    kernel = replace(profile(staged=flat(50.0)), relayout=Curve((1,), (5.0,)))
+    found = predicted(facts(MEDIUM, pages=512, profile=kernel), "staged")
+    assert found.bound == "the relayout" and found.seconds > (1 << 30) / 5e9
+
+
+@pytest.mark.parametrize(
+    ("case", "pieces", "piece_bytes"),
+    [
+        (facts(TOKENS, pages=8192), 8192, 128 << 10),
+        (facts(TOKENS, pages=8192, host_runs=1024), 1024, 1 << 20),
+        (facts(TOKENS, pages=8192, host_runs=1), 16, 64 << 20),  # a chunk of the ring is the longest that merges
+        (facts(TOKENS, pages=8192, host_runs=1024, host_stride_bytes=132 << 10), 8192, 128 << 10),
+        (facts(TOKENS, pages=8192, runs=None, host_runs=1024), 1024, 1 << 20),  # host slots are known on the CPU
+        (facts(BIG, pages=4, slot_bytes=2 << 20), 16, 2 << 20),  # a page of 8 MiB in a ring of 2 MiB slots
+        (facts(BIG, pages=4, slot_bytes=2 << 20, host_runs=1), 16, 2 << 20),
+        (facts(MEDIUM, pages=512, direction="store", layerwise=True), 512 * 32, 64 << 10),
+    ],
+)
+def test_pieces_after_merging(case: Facts, pieces: int, piece_bytes: int) -> None:
+    plan = make_plan(case, "staged")
+    assert (plan.pieces, plan.piece_bytes) == (pieces, piece_bytes)
+    assert f"{pieces:,} pieces of {piece_bytes:,} bytes" in plan.explain()
+
+
+def test_long_and_short_runs_are_counted_apart() -> None:
+    """Half the pages in one long run, half alone: the long half goes at the rate of long pieces."""
+    halves = Runs(1024, 513, 1, 512)
+    assert halves.parts() == [(1, 512), (512, 512)]
+    even = predicted(facts(TOKENS, pages=1024, host_runs=513), "staged")
+    case = facts(TOKENS, pages=1024)
+    apart = predicted(Facts(case.terrain, 1024, case.runs, halves, False), "staged")
+    assert apart.pieces == 513 == even.pieces
+    assert apart.seconds != pytest.approx(even.seconds, rel=0.01)
+
+
+def test_a_known_compute_time_shapes_groups_and_the_finish() -> None:
+    for compute_s in (1e-5, 6e-4, 1e-2):
+        found = predicted(facts(MEDIUM, pages=512, layerwise=True, compute_s=compute_s), "staged")
+        assert found.finish_s >= max(found.seconds, 32 * compute_s)
+        assert found.finish_s < 1.2 * (found.seconds + 32 * compute_s)
+    busy = predicted(facts(MEDIUM, pages=512, layerwise=True, compute_s=1e-2), "mapped")
+    assert busy.finish_s == pytest.approx(busy.seconds / 32 + 32 * 1e-2 / 0.955, rel=1e-3), "the GEMM is slowed too"
+    first = [make_plan(facts(MEDIUM, pages=512, layerwise=True, compute_s=s)).chunks[0].box for s in (1e-5, 1e-3)]
+    assert first[0].layer_stop > first[1].layer_stop
+    plan = make_plan(facts(MEDIUM, pages=512, layerwise=True, compute_s=1e-3), "staged")
+    assert "load and forward would take" in plan.explain()
+
+
+def test_named_budgets() -> None:
+    assert budget_of("prefill") is BUDGETS["prefill"] and budget_of("decode").ctas > budget_of("prefill").ctas
+    assert budget_of(7).ctas == 7 and budget_of(7).gemm_loss == 1.0
+    with pytest.raises(ConfigError, match="expected a number of CTAs or one of prefill, decode, got 'chat'"):
+        budget_of("chat")
+    with pytest.raises(ConfigError, match="expected at least 1 CTA, got 0"):
+        budget_of(0)
+
+
+# -- an engine's profile -----------------------------------------------------------------------------
+
+
+def test_an_engine_takes_a_profile_and_explain_names_it() -> None:
+    own = replace(shipped_profile("cpu"), source="measured", made="in a test")
+    log = Log()
+    rig = make_rig(profile=own, observer=log, compute_s_per_layer=0.001, sm_budget="decode")
+    assert not log.notes and not log.fallbacks
+    handle = rig.engine.load([0], [1])
+    assert f"  link: {own.describe()}" in handle.plan.explain().splitlines()
+    assert handle.plan.predicted is not None and handle.plan.predicted.seconds > 0
+    handle.result(LIMIT_S)
+    rig.engine.load([0], [1], layerwise=True, compute_s_per_layer=0.1).result(LIMIT_S)
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError, match="compute_s_per_layer: expected seconds above 0"):
+            rig.engine.load([0], [1], compute_s_per_layer=bad)
+    rig.close()
+    with pytest.raises(ConfigError, match="compute_s_per_layer: expected seconds above 0"):
+        make_rig(compute_s_per_layer=0.0)
+
+
+def test_an_engine_loads_this_machines_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    log = Log()
+    rig = make_rig(observer=log)
+    assert rig.engine.profile.source == "shipped" and [what for what, _ in log.notes] == ["link profile"]
+    assert "nothing was measured on this machine" in rig.engine.plan("load", [0], [0]).explain()
+    rig.close()
+    path = save_profile(replace(shipped_profile("cpu"), key=_key(), source="measured", made="today"))
+    rig = make_rig(observer=Log())
+    assert rig.engine.profile.made == "today"
+    rig.close()
+    path.write_bytes(b"{")
+    log = Log()
+    rig = make_rig(observer=log)
+    assert log.fallbacks[0][0] == "link profile" and "it is not used" in rig.engine.plan("load", [0], [0]).explain()
+    rig.engine.load([0], [0]).result(LIMIT_S)
+    rig.close()
+
+
+def _key() -> Any:
+    from kvtransfer.link import profile_key
+
+    return profile_key("cpu")
+
+
+@pytest.mark.gpu
+def test_choices_are_close_to_the_best_path_on_a_gpu() -> None:
+    """The engine's choice against every path timed in the same run, with a profile measured for 20 s."""
+    from gpu_helpers import make_rig as make_gpu_rig
+    from gpu_helpers import shuffled
+
+    from kvtransfer.engine import TransferEngine
+    from kvtransfer.kernels.spec import KVSpec
+    from kvtransfer.meter import CudaMeter
+    from kvtransfer.tune import measure
+
+    found = measure(CudaMeter(0), budget_s=20)
+    shares = []
+    for page_size, heads in ((1, 8), (3, 8), (16, 8), (24, 2), (64, 1)):
+        spec = KVSpec.attention(16, page_size, heads, 128, 2)
+        pages = (128 << 20) // spec.page_bytes
+        rig = make_gpu_rig("sglang.layer_first", spec, pages=pages + 9, slots=pages + 5, staging_bytes=192 << 20)
+        slots, ids = shuffled(pages, pages + 5, 1), shuffled(pages, pages + 9, 2)
+        with TransferEngine(rig.pool, rig.host, profile=found, verify=False) as engine:
+            times = {}
+            for path in ("auto", "staged", "mapped", "strided"):
+                seconds = [engine.load(slots, ids, path=path).result(60).seconds for _ in range(6)]
+                times[path] = sorted(seconds[1:])[2]
+            plan = engine.plan("load", slots, ids)
+            print(plan.explain(), {path: f"{s * 1e3:.2f} ms" for path, s in times.items()})
+            shares.append(min(times.values()) / times[plan.path])
+        rig.close()
+        torch.cuda.empty_cache()
+    assert min(shares) > 0.85, shares
+
+
+def test_tiny_pages_and_none() -> None:
+    assert predicted(facts(TINY, pages=1), "staged").seconds > 0
+    none = make_plan(facts(TINY, pages=0, runs=0))
+    assert none.predicted is not None and none.predicted.seconds == 0 and "predicted" not in none.explain()
