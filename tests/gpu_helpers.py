@@ -69,6 +69,7 @@ def make_rig(
     path: str = "auto",
     verify: bool = True,
     chunk_bytes: int = 64 << 30,
+    script: bool = False,
 ) -> Rig:
     """See `Rig`. ``chunk_bytes`` is the largest registration of the slab."""
     declared = Layout.named(layout, spec, pages)
@@ -77,7 +78,7 @@ def make_rig(
         declared, [w[GUARD : GUARD + n] for w, n in zip(whole, declared.buffer_bytes, strict=True)], streams=streams
     )
     host = HostTier(spec, capacity_pages=slots, device=device, chunk_bytes=chunk_bytes)
-    engine = TransferEngine(pool, host, staging_bytes=staging_bytes, path=path, verify=verify)
+    engine = TransferEngine(pool, host, staging_bytes=staging_bytes, path=path, verify=verify, script=script)
     torch.cuda.synchronize(pool.device)
     return Rig(pool, host, engine, whole)
 
