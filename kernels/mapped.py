@@ -113,8 +113,3 @@ def mapped_copy(
         DIGEST=digests is not None,
         **tile_constants(table),
     )
-
-
-def release(flags: torch.Tensor, amount: int) -> None:
-    """Raise every flag by ``amount`` on the current stream: what a cancelled or failed launch owes its waiters."""
-    flags.add_(amount)

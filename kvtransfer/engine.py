@@ -160,7 +160,7 @@ class TransferEngine:
             for power in range((pool.num_pages - 1).bit_length() + 1):  # so that no call has to
                 self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
             if script:
-                self._shop.submitter = Submitter.create(lanes.copier, observer)
+                self._shop.submitter = Submitter.create(lanes.copier, self.observer)
         self._timeline: Timeline | None = None
         wanted = timeline_wanted(pool.name)
         if wanted is not None:

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from kvtransfer.dma import Copier, CopyEngine
 from kvtransfer.kernels.errors import ConfigError, CudaError
 from kvtransfer.kernels.events import Observer
+from kvtransfer.model_file import cache_folder
 
 U64 = NDArray[np.uint64]
 WORDS = 8  # of a command: op, stream, six arguments
@@ -151,12 +152,6 @@ class Submitter:
             op = int(commands[failed_at.value, 0])
             name = ("wait", "record", "batch", "launch", "2-D copy", "chunk")[op]
             raise CudaError(f"submitter: command {failed_at.value} of {len(commands)} ({name}) returned {code}", code)
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kvtransfer``, or ``~/.cache/kvtransfer``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvtransfer"
 
 
 def build(folder: Path | None = None) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -332,4 +334,31 @@ def test_an_error_while_submitting_is_the_transfers_error(monkeypatch: pytest.Mo
             assert got.value.pages == (0,) and handle.states().tolist() == [INVALID]
     assert not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy()
     rig.engine.load([1], [3]).result(LIMIT_S)
+    rig.close()
+
+
+def test_result_ends_at_the_deadline_whatever_went_wrong_before() -> None:
+    """A handle that has failed, and whose engine's thread is held up, must not be waited for without an end."""
+    rig = make_rig()
+    held = rig.delays.gate("copy")
+    gate, inside = threading.Event(), threading.Event()
+    first = rig.engine.store([0], [0])
+
+    def hold(_: object) -> None:
+        inside.set()
+        gate.wait(LIMIT_S)
+
+    first.add_done_callback(hold)
+    rig.delays.clear("copy")
+    held.set()
+    try:
+        assert inside.wait(LIMIT_S)
+        handle = rig.engine.load([1], [3], deadline_s=0.3)
+        handle.fail(TransferError("failed earlier"))
+        started = time.monotonic()
+        with pytest.raises(TransferError):
+            handle.result(LIMIT_S)
+        assert time.monotonic() - started < LIMIT_S / 2, "it was held until the engine's thread came free"
+    finally:
+        gate.set()
     rig.close()

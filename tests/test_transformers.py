@@ -287,6 +287,22 @@ def test_a_damaged_page_stops_the_forward(llama: Rig) -> None:
         assert caught.value.pages == (2,)
 
 
+def test_pages_without_digests_are_refused_unless_asked_for(llama: Rig) -> None:
+    """Nothing is known of such pages: they reach attention only where the caller says so."""
+    ids = prompt(PROMPT_TOKENS)
+    stored_prefix(llama, ids, 40)
+    llama.host.digests[llama.slots] = 0
+    cache = llama.cache()
+    cache.load(llama.engine, llama.slots, tokens=40, prompt_tokens=PROMPT_TOKENS)
+    with pytest.raises(TransferError, match="without digests") as caught:
+        generate(llama, cache, ids)
+    assert 0 in caught.value.pages
+    cache.release(wait_s=10)
+    again = llama.cache()
+    again.load(llama.engine, llama.slots, tokens=40, prompt_tokens=PROMPT_TOKENS, allow_unverified=True)
+    generate(llama, again, ids)
+
+
 # -- storing -----------------------------------------------------------------------------------------
 
 
