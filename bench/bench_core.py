@@ -70,7 +70,7 @@ def large_copy(direction: str, nbytes: int, repeats: int) -> float:
 class Setup:
     """A pool twice the size of the transfer, a slab, an engine, and random ids."""
 
-    def __init__(self, page_size: int, tokens: int, layers: int, *, script: bool = False) -> None:
+    def __init__(self, page_size: int, tokens: int, layers: int, *, script: bool = True) -> None:
         self.spec = KVSpec.attention(layers, page_size, HEADS, DIM, 2)
         n = tokens // page_size
         self.pool = KVPool.allocate("sglang.layer_first", spec=self.spec, num_pages=2 * n, device="cuda")

@@ -187,7 +187,7 @@ def _refusals(facts: Facts, largest_box: int) -> Iterable[tuple[str, str]]:
             "staged",
             (
                 f"a ring slot of {f.slot_bytes:,} bytes is too small for {DIGEST_TOKENS} tokens of one layer "
-                f"({largest_box:,} bytes); a ring has three slots: give it more staging_bytes"
+                f"({largest_box:,} bytes); give the ring more staging_bytes"
             ),
         )
     if facts.runs is None:

@@ -90,12 +90,14 @@ class Pump:
                 while self.idle() and not self._closing:
                     self._changed.wait()
                 if self.idle():
-                    return
+                    break
             moved = self._submit() | self._acknowledge()
             nap = SHORTEST_NAP_S if moved else min(2 * nap, LONGEST_NAP_S)
             if not moved:
                 with self._changed:
                     self._changed.wait(nap)
+        if self._shop.submitter is not None:
+            self._shop.submitter.close()
 
     def _submit(self) -> bool:
         """Submit what may be submitted now, in the order of the queue; True if anything happened."""
@@ -119,9 +121,11 @@ class Pump:
                             return True
                     if not head.scripted:
                         head.next_chunk()
-                if head.scripted:
-                    head.run_script()  # without the lock: the call may wait for room in the driver's queue
-                if head.scripted or not head.chunks_left:
+                    elif head.hand_over():
+                        head.handed_over = True
+                    else:
+                        return moved  # another one holds the ring
+                if head.handed_over or not head.chunks_left:
                     self._retire(head)
             except BaseException as error:  # kept: it becomes the transfer's error, and its callers get it
                 head.handle.fail(as_transfer_error(error))
@@ -153,7 +157,7 @@ class Pump:
     def _retire(self, transfer: Transfer) -> None:
         """From the queue to the transfers in flight, with its last event recorded."""
         with self._shop.lock:
-            if transfer.started:
+            if transfer.started and not transfer.handed_over:
                 transfer.finish()
         with self._changed:
             self._queue.remove(transfer)
@@ -182,7 +186,11 @@ class Pump:
     def _is_through(self, transfer: Transfer) -> bool:
         """Whether nothing of it is in flight, and so it may end. Fails it at its deadline."""
         handle = transfer.handle
+        if transfer.handed_over:
+            self._take_back(transfer)
         final = handle.final_event
+        if final is None and transfer.handed_over:
+            return False
         if final is None and transfer.by_caller and not self._stopped_by_caller(transfer):
             return False  # layer by layer: its caller is still submitting
         if final is not None and not final.query():
@@ -196,6 +204,21 @@ class Pump:
             return False
         # Its digests are compared with what an earlier transfer may have yet to write down.
         return all(e.handle.done() for e in transfer.earlier)
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """From the submitter, once it is through with it. At its deadline: let it submit no more."""
+        if transfer.handle.expired() and not transfer.handle.failed:
+            transfer.handle.fail(
+                DeadlineExceeded(
+                    f"still in flight at its deadline of {transfer.handle.deadline_s:g} s", _left(transfer.handle)
+                )
+            )
+            transfer.handle.stop_script()
+        with self._shop.lock:
+            if transfer.take_back():
+                transfer.handed_over = False
+                if transfer.handle.final_event is None:
+                    transfer.finish()
 
     def _end(self, transfer: Transfer) -> None:
         """Judge and acknowledge. What goes wrong here is the transfer's error: its pages come free, others go on."""

@@ -101,7 +101,7 @@ def test_eager(bench: Bench) -> None:
 
 def test_without_the_hooks_the_forward_reads_too_early(bench: Bench) -> None:
     bench.rig.fill_slots(SLOTS)
-    spin(bench.late, 30)
+    spin(bench.late, 150)
     load = bench.rig.engine.load(SLOTS, PAGES, layerwise=True)
     with torch.cuda.stream(bench.compute):
         out = bench.model(bench.one)

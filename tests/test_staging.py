@@ -77,8 +77,10 @@ def test_no_memory_means_no_ring_and_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
     log = Log()
     monkeypatch.setattr(torch, "empty", refuse)
-    assert StagingRing.create(CPU, 12_288, log) is None
-    assert log.fallbacks == [("staging", "no room for a ring of 12,288 bytes on cpu: tried to allocate 12 KiB")]
+    assert StagingRing.create(CPU, SLOTS * SLOT_ALIGNMENT, log) is None
+    assert log.fallbacks == [
+        ("staging", f"no room for a ring of {SLOTS * SLOT_ALIGNMENT:,} bytes on cpu: tried to allocate 12 KiB")
+    ]
 
 
 def test_no_ring_was_asked_for() -> None:
