@@ -398,15 +398,8 @@ class TransferEngine:
 
     def _remembered_plan(self, facts: Facts, forced: str | None) -> Plan:
         """`make_plan`; the same plan again where the numbers are the same (scattered pages differ in nothing else)."""
-        key = (
-            facts.terrain.direction,
-            facts.pages,
-            facts.runs,
-            facts.host_runs,
-            facts.layerwise,
-            facts.compute_s,
-            forced,
-        )
+        asked = (facts.pages, facts.runs, facts.host_runs, facts.layerwise, facts.compute_s)
+        key = (facts.terrain.direction, forced, *asked)
         plan = self._plans.get(key)
         if plan is None:
             if len(self._plans) >= MOST_PLANS:

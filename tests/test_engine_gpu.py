@@ -101,15 +101,11 @@ def test_hybrid_layers_and_odd_widths() -> None:
 
 def test_a_page_larger_than_a_ring_slot() -> None:
     spec = KVSpec.attention(3, 64, 8, 128, 2)  # 256 KiB a layer and page
-    for staging in (
-        SLOTS * 512 * 1024,
-        SLOTS * 200 * 1024,
-        SLOTS * 36 * 1024,
-    ):  # two layers, a part of one, eight tokens of one
-        rig = make_rig("sglang.layer_first", spec, pages=61, slots=44, staging_bytes=staging)
+    for slot_kib in (512, 200, 36):  # two layers, a part of one, eight tokens of one
+        rig = make_rig("sglang.layer_first", spec, pages=61, slots=44, staging_bytes=SLOTS * slot_kib * 1024)
         try:
-            round_trip(rig, "staged", False, seed=staging)
-            round_trip(rig, "staged", True, seed=staging + 1)
+            round_trip(rig, "staged", False, seed=slot_kib)
+            round_trip(rig, "staged", True, seed=slot_kib + 1)
         finally:
             rig.close()
 

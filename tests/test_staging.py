@@ -95,7 +95,7 @@ def test_an_engine_without_a_ring_says_so_and_refuses_the_path(monkeypatch: pyte
     log = Log()
     with monkeypatch.context() as patch:
         patch.setattr(StagingRing, "__init__", refuse)
-        rig = make_rig(path="staged", staging_bytes=12_288, observer=log)
+        rig = make_rig(path="staged", staging_bytes=SLOTS * SLOT_ALIGNMENT, observer=log)
     assert [what for what, _ in log.fallbacks] == ["staging"]
     with pytest.raises(ConfigError, match="path 'staged' can't carry this load: there is no staging ring"):
         rig.engine.load([1], [2])
