@@ -16,7 +16,8 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from rigs import Rig, Wait, moved_exactly
+from rigs import Rig
+from works import Wait, moved_exactly
 
 from kvtransfer.descriptors import descriptors
 from kvtransfer.dma import Copier, CopyEngine

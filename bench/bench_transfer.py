@@ -20,10 +20,11 @@ from typing import Any
 
 import baselines
 import torch
-from gemm import Gemm
-from harness import LargeCopy, Row, device_of, measure
+from gemm import Gemm, beside
+from harness import Bar, LargeCopy, Row, measure
 from report import checked, finish, gemm_for, gemm_options, parser, progress
-from rigs import MODES, ORDERS, SHAPES, EngineWork, Rig, Work, compile_ahead
+from rigs import ORDERS, SHAPES, Rig, compile_ahead, device_of
+from works import MODES, EngineWork, Work
 
 from kvtransfer.kernels.errors import ConfigError
 
@@ -34,7 +35,7 @@ PATHS = ("auto", "staged", "strided", "mapped", "cpu")
 
 @dataclass(frozen=True)
 class Line:
-    """One case of the grid. ``bar``: the share that is asked for. ``gemm``: measured beside a GEMM under --bars too."""
+    """One case. ``bar``: what is asked for. ``gemm``: whether --gemm measures it beside a GEMM too."""
 
     shape: str
     page_size: int
@@ -43,7 +44,7 @@ class Line:
     order: str = "random"
     path: str = "auto"
     layout: str = "sglang.layer_first"
-    bar: float | None = None
+    bar: Bar | None = None
     gemm: bool = True
 
     @property
@@ -58,8 +59,8 @@ class Line:
         return self.shape, self.page_size, self.layout
 
 
-# What is asked of each line, as shares of the limit, by `Line.name`; lines without one are shown without a verdict.
-BARS: dict[str, float] = {}
+# What is asked of each line of --bars, by `Line.name`; lines without an entry are shown without a verdict.
+BARS: dict[str, Bar] = {}
 
 
 def bar_lines() -> list[Line]:
@@ -134,7 +135,8 @@ def run(
     rows: list[Row] = []
     skipped: list[tuple[str, str]] = []
     rigs = by_rig(lines)
-    compile_ahead([(SHAPES[shape], n, layout) for shape, n, layout in rigs], device, processes)
+    jobs = [(SHAPES[shape], n, layout) for shape, n, layout in rigs]
+    compile_ahead(jobs, device, processes if device.type == "cuda" else 0)
     for (shape, n, layout), group in rigs.items():
         with Rig(SHAPES[shape], n, total_bytes, device, layout=layout, seed=seed) as rig:
             for line, make in works(rig, group, with_baselines):
@@ -146,7 +148,7 @@ def run(
                     continue
                 rows.append(
                     measure(
-                        work, limit, repeats=repeats, bar=line.bar,
+                        work, limit, repeats=repeats, bar=line.bar if device.type == "cuda" else None,
                         gemm=gemm if line.gemm else None, gemm_blocks=gemm_blocks, gemm_s=gemm_s,
                     )
                 )  # fmt: skip
@@ -198,6 +200,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             gemm_s=args.gemm_seconds, with_baselines=args.baselines, processes=args.processes, seed=args.seed,
         )  # fmt: skip
     return finish(args, f"loads and stores of {total:,} bytes, page-first slab, seed {args.seed}", rows, limit, skipped)
+
+
+def test_loads_beside_a_gemm(benchmark: Any) -> None:
+    """One short pair of blocks with and without loads back to back."""
+    device = device_of("auto")
+    gemm = Gemm(device)
+    with Rig(SHAPES["llama8b"], 16, TOTAL_BYTES // 8 if device.type == "cuda" else TEST_BYTES * 4, device) as rig:
+        work = EngineWork(rig, "load")
+        figures = benchmark.pedantic(lambda: beside(work, gemm, blocks=1, seconds=0.2, peak_gbps=1.0), rounds=2)
+        benchmark.extra_info |= {"gemm kept": figures.kept, "gbps": figures.gbps}
+        assert work.exact()
 
 
 def test_loads_and_stores(benchmark: Any) -> None:

@@ -3,8 +3,8 @@
 "With GEMM": random bf16 products of 8192 x 8192 x 8192 are enqueued without end on a stream of their own, while another
 thread keeps transfers going back to back for the whole block. A pair of blocks (one with the transfer, one without,
 the order flips from pair to pair) gives one ratio of the GEMM's rates; what it keeps is the median of these ratios with
-its interval. The transfer's own rate is the bytes of those transfers that lie wholly inside a block over the time they
-took.
+its interval. The transfer's own rate is that between the ends of the first and the last transfer inside a block: bytes
+over the time they took, with whatever lay between two of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from paired import median_interval, paired_ratio
-from rigs import Wait, Work
+from works import Wait, Work
 
 from kvtransfer.device_info import device_info
 from kvtransfer.kernels.errors import ConfigError
@@ -28,7 +28,7 @@ from kvtransfer.kernels.errors import ConfigError
 SIZE, CPU_SIZE = 8192, 256
 BATCH = 4  # products enqueued at once: 6 ms of an H200
 AHEAD = 3  # batches in the queue
-DEPTH = 2  # transfers begun and not ended: one runs, one is queued; 1 on the CPU, whose clock starts in the queue
+DEPTH = 2  # transfers begun and not ended: one runs, one is queued
 
 
 @dataclass(frozen=True)
@@ -150,16 +150,17 @@ class BackToBack:
 
     def __init__(self, work: Work, device: torch.device) -> None:
         self._work, self._device = work, device
-        self._depth = DEPTH if device.type == "cuda" else 1
         self._stop, self._running = threading.Event(), threading.Event()
         self._error: BaseException | None = None
-        self._done: list[tuple[float, float, float]] = []
+        self._ends: list[float] = []
         self._thread = threading.Thread(target=self._run, name="transfers")
 
-    def within(self, block: Block) -> list[float]:
-        """Seconds of the transfers that were begun and ended inside ``block``; of all, where none was."""
-        inside = [s for begun, ended, s in self._done if begun >= block.started and ended <= block.stopped]
-        return inside or [s for _, _, s in self._done]
+    def rate(self, block: Block) -> tuple[int, float]:
+        """(transfers, how many a second) inside ``block``, counted from the end of the first to the end of the last.
+        Where fewer than two ended inside (the block is too short for them), of all."""
+        ends = [t for t in self._ends if block.started <= t <= block.stopped]
+        ends = ends if len(ends) > 1 else self._ends
+        return len(ends), (len(ends) - 1) / (ends[-1] - ends[0])
 
     def __enter__(self) -> BackToBack:
         self._thread.start()
@@ -175,24 +176,24 @@ class BackToBack:
             raise self._error
 
     def _run(self) -> None:
-        queued: deque[tuple[float, Wait]] = deque()
+        queued: deque[Wait] = deque()
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            while not self._stop.is_set():
-                queued.append((time.perf_counter(), self._work.begin(alone=False)))
-                if len(queued) >= self._depth:
-                    self._end(*queued.popleft())
+            while not self._stop.is_set() or len(self._ends) + len(queued) < DEPTH:
+                queued.append(self._work.begin(alone=False))
+                if len(queued) >= DEPTH:
+                    self._end(queued.popleft())
             while queued:
-                self._end(*queued.popleft())
+                self._end(queued.popleft())
         except BaseException as error:  # kept: raised by whoever leaves the block
             self._error = error
         finally:
             self._running.set()
 
-    def _end(self, begun: float, wait: Wait) -> None:
-        seconds = wait()
-        self._done.append((begun, time.perf_counter(), seconds))
+    def _end(self, wait: Wait) -> None:
+        wait()
+        self._ends.append(time.perf_counter())
         self._running.set()
 
 
@@ -209,9 +210,9 @@ def beside(work: Work, gemm: Gemm, *, blocks: int, seconds: float, peak_gbps: fl
                 continue
             with BackToBack(work, gemm.device) as running:
                 both.append(gemm.block(seconds))
-            times = running.within(both[-1])
-            transfers += len(times)
-            rates.append(work.total_bytes * len(times) / sum(times) / 1e9)
+            count, a_second = running.rate(both[-1])
+            transfers += count
+            rates.append(work.total_bytes * a_second / 1e9)
     kept = paired_ratio([gemm.tflops(b) for b in both], [gemm.tflops(b) for b in alone])
     rate = median_interval(rates)
     clocks = [b.clocks for b in (*alone, *both) if b.clocks is not None]

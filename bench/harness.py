@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from gemm import Gemm, GemmFigures, beside
-from paired import Interval, Spread, median_interval, paired_ratio
-from rigs import Work
+from paired import Spread, median_interval, paired_ratio
+from works import Work
 
 LONGEST_S = 2.0  # of one case, limit included: slow cases are repeated less often
 FEWEST = 3
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What is asked for, at least: the share of the limit alone and beside a GEMM, and what the GEMM keeps."""
+
+    share: float | None = None
+    gemm_share: float | None = None
+    gemm_kept: float | None = None
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class Row:
     share_low, share_high    where its median lies with probability ``coverage``
     caller_us, engine_us     CPU time of submitting one transfer: of the calling thread, and of the engine's;
                              ``engine_us`` is the whole process's where threads can't be told apart (``cpu_of``)
-    bar                      the share that is asked for; None: nothing is
+    bar                      what is asked for; None: nothing is
     gemm                     beside a GEMM that runs without end; None: not measured
     exact                    every byte was compared afterwards, and was right
     """
@@ -54,25 +63,18 @@ class Row:
     engine_us: float
     cpu_of: str
     exact: bool
-    bar: float | None = None
+    bar: Bar | None = None
     gemm: GemmFigures | None = None
 
-    @property
-    def meets_bar(self) -> bool | None:
-        return None if self.bar is None else self.share >= self.bar
-
-
-def device_of(name: str) -> torch.device:
-    """ "auto" (a GPU where there is one), "cpu" or "cuda[:N]". ValueError where there is no such device."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"--device {name}: expected a GPU that PyTorch sees, got none; use --device cpu")
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    return device
+    def verdicts(self) -> list[tuple[str, float, bool]]:
+        """(what, at least, whether it is met) of everything that is asked for and was measured."""
+        if self.bar is None:
+            return []
+        asked = [("share", self.bar.share, self.share)]
+        if self.gemm is not None:
+            asked.append(("beside a GEMM", self.bar.gemm_share, self.gemm.share))
+            asked.append(("GEMM keeps", self.bar.gemm_kept, self.gemm.kept))
+        return [(what, least, have >= least) for what, least, have in asked if least is not None]
 
 
 class LargeCopy:
@@ -188,7 +190,7 @@ def measure(
     limit: LargeCopy,
     *,
     repeats: int,
-    bar: float | None = None,
+    bar: Bar | None = None,
     gemm: Gemm | None = None,
     gemm_blocks: int = 10,
     gemm_s: float = 0.5,
@@ -238,10 +240,6 @@ def measure(
         bar=bar,
         gemm=figures,
     )
-
-
-def interval_of(row: Row) -> Interval:
-    return Interval(row.share, row.share_low, row.share_high, row.coverage)
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:

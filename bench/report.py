@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from gemm import Gemm
-from harness import LargeCopy, Row, device_of, machine_facts
+from harness import LargeCopy, Row, machine_facts
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rigs import device_of
 
 from kvtransfer.kernels.errors import KVTransferError
 from kvtransfer.link_report import require_matplotlib
@@ -114,7 +115,7 @@ def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Seque
     if limit.device.type == "cpu":
         lines.append(CPU_NOTE)
     table = Table(title="\n".join(map(escape, lines)), title_justify="left")
-    bars, gemms = any(r.bar is not None for r in rows), any(r.gemm is not None for r in rows)
+    bars, gemms = any(r.verdicts() for r in rows), any(r.gemm is not None for r in rows)
     columns = ["case", "path", "MB", "ms (low-high)", "GB/s", "share of limit (95 %)"]
     columns += ["bar"] * bars + ["CPU us"] + ["GEMM keeps (95 %)", "GB/s, share beside it"] * gemms + ["exact"]
     for column in columns:
@@ -129,7 +130,7 @@ def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Seque
             f"{r.share:.1%} ({r.share_low:.1%}-{r.share_high:.1%})" + ("" if r.coverage >= 0.95 else "*"),
         ]
         if bars:
-            cells.append("" if r.bar is None else f"{r.bar:.0%} {'met' if r.meets_bar else 'MISSED'}")
+            cells.append("\n".join(f"{what} {least:.0%} {_met(met)}" for what, least, met in r.verdicts()))
         cells.append(f"{r.caller_us:.0f} + {r.engine_us:.0f}" + ("" if r.cpu_of == "threads" else " (process)"))
         if gemms:
             cells += [_kept(r), "" if r.gemm is None else f"{r.gemm.gbps:.1f}, {r.gemm.share:.1%}"]
@@ -150,6 +151,10 @@ def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Seque
         print(f"left out: {name}: {why}")
 
 
+def _met(met: bool) -> str:
+    return "met" if met else "MISSED"
+
+
 def _kept(row: Row) -> str:
     g = row.gemm
     if g is None:
@@ -163,7 +168,7 @@ def write_json(file: Path, limit: LargeCopy, rows: Sequence[Row], **more: Any) -
     content = {
         "machine": machine_facts(limit.device),
         "limits_gbps": limits,
-        "rows": [asdict(r) | {"meets_bar": r.meets_bar} for r in rows],
+        "rows": [asdict(r) | {"verdicts": r.verdicts()} for r in rows],
         **more,
     }
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
@@ -179,7 +184,7 @@ def plot_rows(file: Path, title: str, rows: Sequence[Row], limit: LargeCopy) -> 
     low = [100 * (r.share - r.share_low) for r in rows]
     high = [100 * (r.share_high - r.share) for r in rows]
     axes.barh(at, shares, xerr=(low, high), color="#7aa6c2", ecolor="0.3", height=0.7, label="alone")
-    bars = [(100 * r.bar, y) for r, y in zip(rows, at, strict=True) if r.bar is not None]
+    bars = [(100 * r.bar.share, y) for r, y in zip(rows, at, strict=True) if r.bar is not None and r.bar.share]
     if bars:
         axes.plot(*zip(*bars, strict=True), "k|", ms=14, mew=2, label="bar")
     gemms = [(100 * r.gemm.share, y) for r, y in zip(rows, at, strict=True) if r.gemm is not None]
@@ -190,8 +195,8 @@ def plot_rows(file: Path, title: str, rows: Sequence[Row], limit: LargeCopy) -> 
     axes.invert_yaxis()
     axes.set_xlim(0, max(105, *shares) if rows else 105)
     axes.set_xlabel(f"% of the limit: {peaks_text(limit)}", fontsize=7)
-    axes.set_title(title + (f"\n{CPU_NOTE}" if limit.device.type == "cpu" else ""), fontsize=9)
-    axes.legend(loc="lower left", fontsize=7)
+    axes.set_title(title + (f"\n{CPU_NOTE}" if limit.device.type == "cpu" else ""), fontsize=9, loc="left")
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize=7)
     figure.tight_layout()
     figure.savefig(file, dpi=130, format="png")
     plt.close(figure)

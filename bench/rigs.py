@@ -1,45 +1,32 @@
-"""Rigs: a pool and a slab of random bytes with an engine between them, and the transfers that benchmarks time.
-
-A `Work` is what is timed: it begins a transfer and hands back how to wait for its end. Whether every byte arrived is
-found out afterwards (`Work.exact`): new random bytes, one more transfer, and a comparison by plain torch, of the pages
-that were to change and of those that were not.
-"""
+"""Rigs: a pool and a slab of random bytes with an engine between them, in the shapes that benchmarks use."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvtransfer.engine import DEFAULT_STAGING_BYTES, TransferEngine
-from kvtransfer.groups import Groups, layer_groups
-from kvtransfer.handles import TransferHandle
+from kvtransfer.groups import Groups
 from kvtransfer.kernels.coalesce import Box, Side, coalesce
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.relayout import relayout_reference
 from kvtransfer.kernels.spec import Component, KVSpec
-from kvtransfer.meter import SPIN_CYCLES_PER_US
 from kvtransfer.pool import KVPool
 from kvtransfer.predict import Terrain
 from kvtransfer.staging import StagingRing
 from kvtransfer.tiers.host import HostTier
 
 Ids = NDArray[np.int64]
-Wait = Callable[[], float]
-"""Holds the caller until what was begun has ended; its seconds, by the GPU's clock where there is one."""
-
 LONGEST_RUN = 16  # the pool holds whole runs of so many pages
 CPU_RING_BYTES = 24 << 20
-HELD_US = 2000  # both directions start together, once the first chunks of each are in the queues
 LIMIT_S = 120.0  # of a transfer: some baselines take seconds
 
 
@@ -70,16 +57,17 @@ ORDERS = {"random": 1, "runs of 4": 4, "runs of 16": 16, "contiguous": 0}
 """Pages that follow each other on both sides; 0: all of them."""
 
 
-def grouping(mode: str, layers: int) -> Groups | None:
-    """Layer groups of a mode; None: bulk ("bulk") or as the engine chooses ("layerwise")."""
-    if mode == "groups of 4":
-        return tuple(layer_groups(layers, 4, up=False, down=False))
-    if mode == "ramped":
-        return tuple(layer_groups(layers, 4))
-    return None
-
-
-MODES = ("bulk", "layerwise", "groups of 4", "ramped")
+def device_of(name: str) -> torch.device:
+    """ "auto" (a GPU where there is one), "cpu" or "cuda[:N]". ValueError where there is no such device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device {name}: expected a GPU that PyTorch sees, got none; use --device cpu")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
 
 
 def ordered_ids(total: int, run: int, rng: np.random.Generator) -> Ids:
@@ -199,124 +187,10 @@ class Rig:
         self.close()
 
 
-class Work(Protocol):
-    """What is timed. ``direction`` names its limit: "load", "store", "both", or "device"."""
-
-    name: str
-    path: str
-    direction: str
-    total_bytes: int
-    engine_thread: str  # name of the thread that submits besides the caller; "" for none
-
-    def begin(self, *, alone: bool = True) -> Wait:
-        """Start one transfer. ``alone``: nothing is queued behind it or before it."""
-        ...
-
-    def exact(self) -> bool:
-        """Whether one more transfer, of new random bytes, moves all of them and nothing else."""
-        ...
-
-
-class EngineWork:
-    """A transfer by the engine of ``rig`` in its present order."""
-
-    def __init__(self, rig: Rig, direction: str, *, path: str = "auto", mode: str = "bulk", name: str = "") -> None:
-        self.rig, self.direction, self.mode = rig, direction, mode
-        self.name = name or f"{direction} {mode}"
-        self._path = None if path == "auto" else path
-        self.layerwise = mode != "bulk"
-        self._groups = grouping(mode, rig.shape.layers)
-        self.engine_thread = f"kvtransfer-{rig.name}"
-        self.total_bytes = rig.total_bytes * (2 if direction == "both" else 1)
-        rig.use_groups(self._groups)
-        ways = ("load", "store") if direction == "both" else (direction,)
-        self.plans = [
-            rig.engine.plan(way, slots, pages, layerwise=self.layerwise, path=self._path)
-            for way, slots, pages in zip(ways, self._slots(), self._pages(), strict=False)
-        ]
-        used = " + ".join(dict.fromkeys(plan.path for plan in self.plans))
-        self.path = used if path != "auto" else f"auto: {used}"
-
-    def _slots(self) -> tuple[Ids, ...]:
-        return self.rig.slots, self.rig.other_slots
-
-    def _pages(self) -> tuple[Ids, ...]:
-        return self.rig.pages, self.rig.other_pages
-
-    def begin(self, *, alone: bool = True) -> Wait:
-        self.rig.use_groups(self._groups)
-        if self.direction == "both":
-            return self._both(alone)
-        handle = self._load() if self.direction == "load" else self._store(self.rig.pages, self.rig.slots)
-        return lambda: handle.result(LIMIT_S).seconds
-
-    def _load(self) -> TransferHandle:
-        rig = self.rig
-        return rig.engine.load(rig.slots, rig.pages, layerwise=self.layerwise, path=self._path)
-
-    def _store(self, pages: Ids, slots: Ids) -> TransferHandle:
-        handle = self.rig.engine.store(pages, slots, layerwise=self.layerwise, path=self._path)
-        if self.layerwise:  # a forward that has computed everything already
-            for layer in range(handle.num_layers):
-                handle.layer_written(layer, self.rig.stream)
-        return handle
-
-    def _both(self, alone: bool) -> Wait:
-        """A load and a store of other pages at once: from where both may start to the end of the later one."""
-        rig, stream = self.rig, self.rig.stream
-        if stream is None:
-            started = time.perf_counter()
-            handles = (self._load(), self._store(rig.other_pages, rig.other_slots))
-
-            def wait() -> float:
-                for handle in handles:
-                    handle.result(LIMIT_S)
-                return time.perf_counter() - started
-
-            return wait
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(stream):
-            if alone:
-                torch.cuda._sleep(HELD_US * SPIN_CYCLES_PER_US)
-            begin.record()
-        handles = (self._load(), self._store(rig.other_pages, rig.other_slots))
-
-        def wait_on_gpu() -> float:
-            for handle in handles:
-                handle.wait_all(stream)
-            end.record(stream)
-            for handle in handles:
-                handle.result(LIMIT_S)
-            end.synchronize()
-            return float(begin.elapsed_time(end)) / 1e3
-
-        return wait_on_gpu
-
-    def exact(self) -> bool:
-        rig = self.rig
-        return moved_exactly(rig, self.direction, lambda: self.begin()())
-
-
-def moved_exactly(rig: Rig, direction: str, transfer: Callable[[], object]) -> bool:
-    """Fill the pool anew, run ``transfer`` (of the rig's own ids), and compare: what was to move, and what was not."""
-    rig.scramble()
-    if direction == "both":
-        transfer()
-        return rig.holds(rig.pages, rig.slots) and rig.holds(rig.other_pages, rig.other_slots)
-    rows: Callable[[], torch.Tensor]
-    if direction == "load":
-        rows = lambda: rig.page_rows(rig.other_pages)  # noqa: E731
-    else:
-        rows = lambda: rig.slot_rows(rig.other_slots)  # noqa: E731
-    others = rows()
-    transfer()
-    return rig.holds(rig.pages, rig.slots) and torch.equal(others, rows())
-
-
 def compile_ahead(jobs: Sequence[tuple[Shape, int, str]], device: torch.device, processes: int) -> None:
-    """Compile the kernels of engines for (shape, page size, layout) in several processes, into Triton's cache on disk:
-    one after the other they take longer than what is measured. Does nothing on the CPU or for one job."""
-    if device.type != "cuda" or processes < 2 or len(jobs) < 2:
+    """Make engines for (shape, page size, layout) in several processes, which leaves their kernels in Triton's cache on
+    disk: compiled one after the other they take longer than what is measured. Nothing to do for one job."""
+    if processes < 2 or len(jobs) < 2:
         return
     with ProcessPoolExecutor(min(processes, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
         for _ in pool.map(_compile, [(*job, str(device)) for job in jobs]):
@@ -325,5 +199,6 @@ def compile_ahead(jobs: Sequence[tuple[Shape, int, str]], device: torch.device, 
 
 def _compile(job: tuple[Shape, int, str, str]) -> None:
     shape, page_size, layout, device = job
+    device_of(device)
     with Rig(shape, page_size, 1, torch.device(device), layout=layout):
         pass
