@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import machine_facts
-from report import checked, out_console, parser, progress
+from report import checked, exit_status, out_console, parser, progress
 from rich.table import Table
 from rigs import LIMIT_S, Rig, Shape, compile_ahead, device_of
 
@@ -222,7 +222,8 @@ def plot_results(results: Sequence[Result], file: Any) -> None:
     plt.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exit_status
+def main(argv: Sequence[str] | None) -> int:
     options = parser(__doc__)
     options.add_argument("--points", type=int, help="200, or 12 on the CPU")
     options.add_argument("--geometries", type=int, help="pools and slabs that the points are drawn over: 8, or 3")
@@ -276,4 +277,4 @@ def test_choice(benchmark: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

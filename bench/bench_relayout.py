@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import Bar, LargeCopy, Row, measure
-from report import checked, finish, parser, progress
+from report import checked, exit_status, finish, parser, progress
 from rigs import device_of
 from works import Wait
 
@@ -170,7 +170,8 @@ def run(
     return rows, limit
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exit_status
+def main(argv: Sequence[str] | None) -> int:
     options = parser(__doc__)
     options.add_argument("--pieces", nargs="+", type=int, default=list(PIECES), help="bytes, multiples of 16")
     options.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
@@ -199,4 +200,4 @@ def test_relayout(benchmark: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

@@ -22,7 +22,7 @@ import baselines
 import torch
 from gemm import Gemm, beside
 from harness import Bar, LargeCopy, Row, measure
-from report import checked, finish, gemm_for, gemm_options, parser, progress
+from report import checked, exit_status, finish, gemm_for, gemm_options, parser, progress
 from rigs import ORDERS, SHAPES, Rig, compile_ahead, device_of
 from works import MODES, EngineWork, Work
 
@@ -157,7 +157,8 @@ def run(
     return rows, limit, skipped
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@exit_status
+def main(argv: Sequence[str] | None) -> int:
     options = parser(__doc__)
     gemm_options(options)
     options.add_argument("--bars", action="store_true", help="the lines that are asked for, instead of a grid")
@@ -224,4 +225,4 @@ def test_loads_and_stores(benchmark: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

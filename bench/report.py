@@ -6,6 +6,7 @@ Exit status: 0, or 1 where a byte was wrong, or 2 for bad input.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rigs import device_of
 
-from kvtransfer.kernels.errors import KVTransferError
+from kvtransfer.kernels.errors import KVTransferError, TransferError
 from kvtransfer.link_report import require_matplotlib
 
 CPU_NOTE = "CPU backend: shares of a memcpy, not figures of a GPU"
@@ -69,6 +70,20 @@ def checked(out: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[a
 
 def gemm_for(args: argparse.Namespace, device: torch.device) -> Gemm | None:
     return Gemm(device) if args.gemm else None
+
+
+def exit_status(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequence[str] | None], int]:
+    """Around a ``main``: a transfer that fails, or whose digests differ, is one line on stderr and status 1."""
+
+    @functools.wraps(main)
+    def wrapped(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except TransferError as error:
+            print(f"a transfer failed: {error}", file=sys.stderr)
+            return 1
+
+    return wrapped
 
 
 @contextmanager
