@@ -35,7 +35,7 @@ from kvtransfer.plan import Plan
 
 MOST_BYTES, CPU_BYTES, TEST_BYTES = 1 << 30, 4 << 20, 1 << 18
 MOST_PAGES, LONGEST_RUN = 20_000, 32
-HOPELESS = 3.0  # a path that took so many times the best so far is not measured again
+HOPELESS, CHEAP_S = 3.0, 0.02  # a path that took so many times the best, and more than this, is not measured again
 LAYOUTS = ("sglang.layer_first", "vllm.LBNHC", "vllm.BLHNC", "page_first")
 
 
@@ -118,10 +118,11 @@ def candidates(plan: Plan) -> list[str]:
 
 
 def time_in_turn(paths: Sequence[str], run: Callable[[str], float], repeats: int) -> dict[str, float]:
-    """Median seconds of each path, in turn, after one run of each that counts only where it is hopeless."""
+    """Median seconds of each path, the chosen one first, in turn; after one run of each that counts only where it is
+    hopeless."""
     first = {path: run(path) for path in paths}
-    best = min(first.values())
-    kept = [path for path in paths if first[path] <= HOPELESS * best]
+    limit = max(CHEAP_S, HOPELESS * min(first.values()))
+    kept = [path for path in paths if path == paths[0] or first[path] <= limit]
     times: dict[str, list[float]] = {path: [first[path]] for path in paths if path not in kept}
     for _ in range(repeats):
         for path in kept:

@@ -416,6 +416,9 @@ def test_paths_take_turns_and_hopeless_ones_run_once() -> None:
 
     assert bench_choice.time_in_turn(["a", "b", "c"], run, 2) == seconds
     assert said == ["a", "b", "c", "a", "b", "a", "b"]
+    said.clear()
+    bench_choice.time_in_turn(["c", "a", "b"], run, 1)
+    assert said == ["c", "a", "b"] * 2, "the chosen one is believed only when it was warm"
 
 
 def test_percentiles() -> None:
