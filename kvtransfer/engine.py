@@ -163,7 +163,9 @@ class TransferEngine:
                 self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
             if script and ring is not None:
                 with torch.cuda.device(pool.device):
-                    self._shop.submitter = Submitter.create(lanes.copier, self.observer)
+                    for direction in ends:
+                        if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
+                            self._shop.submitters[direction] = submitter
         self._timeline: Timeline | None = None
         wanted = timeline_wanted(pool.name)
         if wanted is not None:
@@ -327,7 +329,7 @@ class TransferEngine:
         deadline = self.deadline_s if deadline_s is None else _require_deadline(deadline_s)
         handle = TransferHandle(
             next(self._numbers), plan, self.pool, deadline, self.observer,
-            target=target, on_engine_thread=self._pump.is_this_thread,
+            target=target, on_engine_thread=self._pump.is_this_thread, wake_engine=self._pump.wake,
         )  # fmt: skip
         self.observer.planned(handle.number, plan.direction, plan.path, plan.pages, plan.total_bytes)
         return handle

@@ -111,6 +111,7 @@ class TransferHandle:
         *,
         target: KVPool | None = None,
         on_engine_thread: Callable[[], bool] = lambda: False,
+        wake_engine: Callable[[], None] = lambda: None,
     ) -> None:
         self.number = number
         self.plan = plan
@@ -118,6 +119,7 @@ class TransferHandle:
         self._pool = pool
         self._target = pool if target is None else target  # of a device copy: its streams may wait too
         self._on_engine_thread = on_engine_thread
+        self._wake_engine = wake_engine
         self._observer = observer
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
@@ -265,7 +267,8 @@ class TransferHandle:
             self._cancelled = True
             self.stop_script()
             self._changed.notify_all()
-            return True
+        self._wake_engine()
+        return True
 
     def add_done_callback(self, fn: Callable[[TransferHandle], object]) -> None:
         """Call ``fn(handle)`` once the transfer has ended: on the engine's thread, or here if it has."""
@@ -508,9 +511,15 @@ class TransferHandle:
                 if left <= 0:
                     raise DeadlineExceeded(f"not submitted within the deadline of {self.deadline_s:g} s")
                 script = self._script
-                if script is None or script.job.ended:  # the engine's thread is about to say what became of it
+                if script is None:
                     self._changed.wait(left)
                     continue
+            if script.job.ended:  # the engine's thread is to say what became of it
+                self._wake_engine()
+                with self._changed:
+                    if look() is None and self._error is None:
+                        self._changed.wait(min(left, 0.01))
+                continue
             # A job tells nobody how far it is. Its own wait gives up the GIL once, and takes it back once.
             script.await_chunks(script.job, len(script.chunks) if layer is None else self._chunks_needed(layer))
 

@@ -56,7 +56,7 @@ class HostTransfer(Transfer):
         """Whether the submitter takes it (`kvtransfer.scripted`). Not while spans are wanted: they are Python's."""
         shop, plan = self.shop, self.plan
         return bool(
-            shop.submitter is not None
+            plan.direction in shop.submitters
             and plan.path == "staged"
             and not self.by_caller
             and self.pages is not None

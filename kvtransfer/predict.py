@@ -126,6 +126,7 @@ class Terrain:
     slot_bytes         of a ring slot, 0 without a ring
     host_stride_bytes  from one host slot to the next: pages merge where it is the page itself; None: it is
     host_pinned        whether copy engine and kernels can reach host memory directly
+    fixed_groups       layer groups of every layer-wise load, instead of the best ones (benchmarks)
     """
 
     direction: str
@@ -137,6 +138,7 @@ class Terrain:
     profile: LinkProfile
     budget: Budget = BUDGETS["prefill"]
     host_stride_bytes: int | None = None
+    fixed_groups: Groups = ()
     _groups: dict[tuple[int, float | None], Groups] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -211,6 +213,8 @@ class Terrain:
         On the CPU, where groups gain nothing, always the usual ones: the logic above them is tested there.
         Worked out once for each power of two of pages (and of the square root of two of seconds), then remembered.
         """
+        if self.fixed_groups:
+            return self.fixed_groups
         if not self.on_gpu:
             return tuple(layer_groups(self.spec.num_layers))
         about = 1 << max(0, pages - 1).bit_length()

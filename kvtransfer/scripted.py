@@ -54,8 +54,8 @@ def hand_over(transfer: HostTransfer) -> bool:
     False where the ring has too few slots that nobody holds: nothing has happened, try again later.
     """
     shop = transfer.shop
-    assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and shop.submitter is not None
-    assert transfer.pages is not None
+    assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and transfer.pages is not None
+    submitter = shop.submitters[transfer.plan.direction]
     chunks, pages = transfer.plan.chunks, transfer.plan.pages
     slots = shop.ring.try_take(min(RING_SLOTS, len(chunks)))
     if slots is None:
@@ -67,9 +67,9 @@ def hand_over(transfer: HostTransfer) -> bool:
         final = torch.cuda.Event()
         final.record(shop.lanes.streams[transfer.last_lane])  # makes the driver's handle
         job = bound.job(slots, final, transfer.any_order)
-        transfer.handle.script_started(job, shop.submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
+        transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
         transfer.handed = Handed(job, slots, final, len(chunks))
-        shop.submitter.give(job)
+        submitter.give(job)
     except BaseException:
         transfer.handed = None
         transfer.handle.script_ended(failed=False)

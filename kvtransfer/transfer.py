@@ -131,6 +131,12 @@ class Transfer(ABC):
         self.handle.chunk_begun(chunk)
         self.handle.chunk_submitted(chunk, self.move(chunk))
 
+    @property
+    def expected_end(self) -> float:
+        """When its last byte should have landed, on the clock of `time.monotonic`; 0 where nobody knows."""
+        predicted = self.plan.predicted
+        return 0.0 if predicted is None or not self.started else self._began + predicted.seconds
+
     def finish(self) -> None:
         """Everything that will be submitted has been: record the last event. An error on the way is the handle's."""
         try:
