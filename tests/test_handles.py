@@ -31,6 +31,7 @@ from kvtransfer.kernels.errors import (
     TransferCancelled,
     TransferError,
 )
+from kvtransfer.staging import SLOTS
 
 UNTOUCHED, DONE, INVALID = PageState.UNTOUCHED, PageState.DONE, PageState.INVALID
 
@@ -174,7 +175,7 @@ def test_pages_are_reported_as_they_land() -> None:
     steps = Steps()
     gates = [steps.gate("copy_out", nth) for nth in range(4)]
     rig = make_rig(
-        "vllm.LBNHC", WIDE, delays=Delays(steps), path="staged", staging_bytes=3 * 20_480, deadline_s=LIMIT_S
+        "vllm.LBNHC", WIDE, delays=Delays(steps), path="staged", staging_bytes=SLOTS * 20_480, deadline_s=LIMIT_S
     )
     handle = rig.engine.store([3, 1, 2, 0], [0, 1, 2, 3])
     assert len(handle.plan.chunks) == 4, "a page fills a ring slot"
