@@ -39,7 +39,6 @@ LONG_RUN = 32  # pages of 128 KiB: 4 MiB
 PEAK = 55.3e9
 PIECE_S = TOKEN_BYTES / PEAK * (1 / 0.83 - 1)
 FEWER = {"blocks": 10, "pages": 200}  # workloads with many more allocations a store: fewer stores
-CHUNK_BYTES = 64 << 20  # of a ring slot: no piece is longer
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def simple_share(pages: float, pieces: float, page_bytes: int) -> float:
 def profile_share(runs: Ids, page_bytes: int, profile: LinkProfile, way: str = "d2h") -> float:
     """Predicted share of the profile's peak, by its rates for pieces of these sizes."""
     grid, peak = profile.grids[f"staged/{way}"], profile.peak_gbps[way]
-    sizes = np.minimum(runs * page_bytes, CHUNK_BYTES)
+    sizes = runs * page_bytes
     seconds = 0.0
     for power in np.unique(np.log2(sizes).astype(int)):
         group = sizes[np.log2(sizes).astype(int) == power]
@@ -86,9 +85,7 @@ def profile_share(runs: Ids, page_bytes: int, profile: LinkProfile, way: str = "
     return float(sizes.sum()) / seconds / 1e9 / peak
 
 
-def measure(
-    workload: str, placer: str, page_size: int, slots: int, stores: int, seed: int, last: int = LAST
-) -> Row:
+def measure(workload: str, placer: str, page_size: int, slots: int, stores: int, seed: int, last: int = LAST) -> Row:
     """Churn ``stores`` stores and look at the last of them."""
     page_bytes = page_size * TOKEN_BYTES
     churn = Churn(PLACERS[placer](slots), slots, page_size, page_bytes, WORKLOADS[workload], seed)
@@ -210,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if torch.cuda.is_available():
             from placed import print_moved, replay  # noqa: PLC0415  (only here is a GPU needed)
 
-            moved = replay(args.gpu_gib, stores // (10 if args.quick else 1), args.seed, args.repeats)
+            moved = replay(args.gpu_gib, stores, args.seed, args.repeats, torch.device("cuda"))
             print_moved(moved)
         else:
             print("--gpu: skipped: PyTorch sees no GPU, and a share of its link can't be measured without one")

@@ -198,8 +198,8 @@ class Churn:
         return -(-self._rng.randint(SHORTEST_TOKENS, LONGEST_TOKENS) // self.page_size)
 
     def _hit(self, n: int) -> list[int]:
-        """A store that is used again, and what it continues, back to the root; nothing if none is, or if it could not be
-        continued by ``n`` pages."""
+        """A store that is used again, and what it continues, back to the root; nothing if none is, or if ``n`` more
+        pages would be too long."""
         path: list[int] = []
         if self._rng.random() >= HIT:
             return path

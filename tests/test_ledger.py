@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -152,16 +153,16 @@ def test_every_open_transfer_of_an_id_is_waited_for(count: int, rng: random.Rand
     """Random claims, and releases in an order that a pump allows, against lists of who is open on each id: whom a
     claim is ordered after, directly or through others, are all of those."""
     ledger = PageLedger(count, "pool page")
-    touches: dict[Owner, set[int]] = {}
-    after: dict[Owner, list[Owner]] = {}
+    touches: dict[object, set[int]] = {}
+    after: dict[object, Sequence[object]] = {}
     for number in range(40):
         if rng.random() < 0.6:
             wanted = rng.sample(range(count), rng.randint(1, count)) if rng.random() < 0.9 else None
             held = set(range(count)) if wanted is None else set(wanted)
             owner = Owner(str(number))
             got = ledger.claim(None if wanted is None else ids(*wanted), owner)
-            reached: set[Owner] = set()
-            todo = list(got)
+            reached: set[object] = set()
+            todo: list[object] = list(got)
             while todo:
                 if (other := todo.pop()) not in reached:
                     reached.add(other)
