@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,6 @@ import pytest
 import torch
 
 SLOTS = 40_000
-
-
-@pytest.fixture(autouse=True)
-def bench_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "bench"))
-    yield
 
 
 @pytest.mark.parametrize("placer", ["extents", "stack", "queue", "sorted"])
@@ -78,7 +71,7 @@ def test_predicted_shares() -> None:
     assert simple_share(1024, 32, 131_072) == pytest.approx(1 / (1 + (1 / 0.83 - 1) / 32))
     profile = shipped_profile()
     shares = [profile_share(np.full(65536 // n, n), 131_072, profile) for n in (1, 4, 32, 1024)]
-    assert shares == sorted(shares) and 0.7 < shares[0] < 0.9 < shares[-1] <= 1
+    assert 0.7 < shares[0] < shares[1] < shares[2] <= 1 and 0.95 < shares[3] <= 1  # few pieces: the start counts
     assert shares[0] == pytest.approx(profile.grids["staged/d2h"].rate(131_072, 65536) / profile.peak_gbps["d2h"])
 
 
