@@ -249,7 +249,7 @@ def _chunks(t: Terrain, path: str, pages: int, layerwise: bool, groups: Groups) 
     if layerwise or (path == "strided" and len(t.direct.merged) > 1):
         layers = range(t.spec.num_layers)
         return tuple(Chunk(Box(layer, layer + 1, 0, t.spec.page_size), 0, pages) for layer in layers)
-    return tuple(_by_pages(whole, pages, CHUNK_PAGES))
+    return _by_pages(whole, pages, CHUNK_PAGES)
 
 
 @lru_cache(maxsize=256)
@@ -262,9 +262,9 @@ def _staged_chunks(spec: KVSpec, slot_bytes: int, groups: Groups, pages: int) ->
     return tuple(chunks)
 
 
-def _by_pages(box: Box, pages: int, most: int, start: int = 0) -> Iterable[Chunk]:
-    for first in range(start, pages, most):
-        yield Chunk(box, first, min(most, pages - first))
+@lru_cache(maxsize=256)
+def _by_pages(box: Box, pages: int, most: int, start: int = 0) -> tuple[Chunk, ...]:
+    return tuple(Chunk(box, first, min(most, pages - first)) for first in range(start, pages, most))
 
 
 def _groups(facts: Facts) -> Groups:

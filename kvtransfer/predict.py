@@ -76,14 +76,12 @@ class Runs:
         follows = ids[1:] - ids[:-1] == 1
         for other in others:
             follows &= other[1:] - other[:-1] == 1
-        joints = np.flatnonzero(follows)
-        if joints.size == 0:
+        if not follows.any():
             return cls(ids.size, ids.size, 0, 0)
-        ends = np.flatnonzero(joints[1:] - joints[:-1] != 1)
-        bounds = np.concatenate(([-1], ends, [joints.size - 1]))
-        lengths = bounds[1:] - bounds[:-1] + 1  # k joints in a row join k + 1 pages
+        ends = np.concatenate(([-1], np.flatnonzero(~follows), [ids.size - 1]))
+        lengths = ends[1:] - ends[:-1]
         long = lengths[lengths >= STRIDED_RUN_PAGES]
-        return cls(ids.size, ids.size - joints.size, long.size, int(long.sum()))
+        return cls(ids.size, lengths.size, long.size, int(long.sum()))
 
     def parts(self) -> list[tuple[int, int]]:
         """(runs, pages in them) of the long and of the short ones, as far as there are any."""
