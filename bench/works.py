@@ -7,6 +7,7 @@ and of those that were not.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -71,6 +72,8 @@ class EngineWork:
             rig.engine.plan(way, slots, pages, layerwise=self.layerwise, path=self._path)
             for way, slots, pages in zip(ways, self._slots(), self._pages(), strict=False)
         ]
+        # Transfers that follow each other without a gap are of other pages, as requests' are.
+        self._turns = itertools.cycle(zip(self._slots(), self._pages(), strict=True))
         used = " + ".join(dict.fromkeys(plan.path for plan in self.plans))
         self.path = used if path != "auto" else f"auto: {used}"
 
@@ -84,12 +87,12 @@ class EngineWork:
         self.rig.use_groups(self._groups)
         if self.direction == "both":
             return self._both(alone)
-        handle = self._load() if self.direction == "load" else self._store(self.rig.pages, self.rig.slots)
+        slots, pages = next(self._turns) if not alone else (self.rig.slots, self.rig.pages)
+        handle = self._load(slots, pages) if self.direction == "load" else self._store(pages, slots)
         return lambda: handle.result(LIMIT_S).seconds
 
-    def _load(self) -> TransferHandle:
-        rig = self.rig
-        return rig.engine.load(rig.slots, rig.pages, layerwise=self.layerwise, path=self._path)
+    def _load(self, slots: Ids, pages: Ids) -> TransferHandle:
+        return self.rig.engine.load(slots, pages, layerwise=self.layerwise, path=self._path)
 
     def _store(self, pages: Ids, slots: Ids) -> TransferHandle:
         handle = self.rig.engine.store(pages, slots, layerwise=self.layerwise, path=self._path)
@@ -103,7 +106,7 @@ class EngineWork:
         rig, stream = self.rig, self.rig.stream
         if stream is None:
             started = time.perf_counter()
-            handles = (self._load(), self._store(rig.other_pages, rig.other_slots))
+            handles = (self._load(rig.slots, rig.pages), self._store(rig.other_pages, rig.other_slots))
 
             def wait() -> float:
                 for handle in handles:
@@ -116,7 +119,7 @@ class EngineWork:
             if alone:
                 torch.cuda._sleep(HELD_US * SPIN_CYCLES_PER_US)
             begin.record()
-        handles = (self._load(), self._store(rig.other_pages, rig.other_slots))
+        handles = (self._load(rig.slots, rig.pages), self._store(rig.other_pages, rig.other_slots))
 
         def wait_on_gpu() -> float:
             for handle in handles:

@@ -400,7 +400,8 @@ class TransferEngine:
 
     def _remembered_plan(self, facts: Facts, forced: str | None) -> Plan:
         """`make_plan`; the same plan again where the numbers are the same (scattered pages differ in nothing else)."""
-        asked = (facts.pages, facts.runs, facts.host_runs, facts.layerwise, facts.compute_s)
+        groups = facts.terrain.groups(facts.pages, facts.compute_s) if facts.layerwise else None
+        asked = (facts.pages, facts.runs, facts.host_runs, facts.layerwise, facts.compute_s, groups)
         key = (facts.terrain.direction, forced, *asked)
         plan = self._plans.get(key)
         if plan is None:

@@ -39,6 +39,7 @@ HOST_PATHS = ("staged", "strided", "mapped", "cpu")  # between a pool and host s
 PATHS = (*HOST_PATHS, "device")
 
 MARGIN = 0.05  # a path that takes more from the model must be so much quicker: 3 % are noise, its SMs cost 2 to 5
+GEMM_NOISE = 0.03  # of a measurement of what a GEMM keeps: smaller differences are none
 LEAD_BYTES = 4 << 20  # of a first staged chunk: submitting and gathering a whole one would leave the link idle
 DIGEST_TOKENS = 8  # a box starts on a whole digest word when it starts on a multiple of 8 tokens
 
@@ -218,7 +219,9 @@ def _best(can: Sequence[Prediction], barred: dict[str, str]) -> Prediction:
     """The first one through; of those close behind it the one that takes least from the model."""
     free = [p for p in can if p.path not in barred] or can
     limit = min(p.finish_s for p in free) * (1 + MARGIN)
-    return max((p for p in free if p.finish_s <= limit), key=lambda p: (round(p.kept, 2), -p.finish_s))
+    close = [p for p in free if p.finish_s <= limit]
+    gentle = max(p.kept for p in close) - GEMM_NOISE
+    return min((p for p in close if p.kept >= gentle), key=lambda p: p.finish_s)
 
 
 def _figures(p: Prediction) -> str:

@@ -26,9 +26,12 @@ STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
 GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
-# A descriptor beside a thread that launches a forward costs so many times more: both want the driver's lock. Groups of
-# one layer, 512 descriptors each, took 1.8 us a piece there, against 0.5 alone (H200).
-BESIDE_LAUNCHES = 3.5
+# What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. On an H200 it took
+# 1.8 us where one alone took 0.5, and 3.6 where (on the same machine, in a worse hour) one alone took 2.3.
+BESIDE_LAUNCHES_US = 1.3
+PYTHON_PIECE_US = (
+    2.0  # of the engine's thread, for a piece of a path that is submitted call by call, besides the driver
+)
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -228,7 +231,7 @@ class Terrain:
     def _group_s(self, page_bytes: int, pages: int) -> tuple[float, float]:
         """(seconds on the copy lane, seconds from there until it can be used) of one layer group."""
         total = page_bytes * pages
-        cpu = GROUP_S + pages * self.profile.cpu.descriptor_us * BESIDE_LAUNCHES * 1e-6
+        cpu = GROUP_S + pages * (self.profile.cpu.descriptor_us + BESIDE_LAUNCHES_US) * 1e-6
         last = min(total, self.slot_bytes)
         return max(self.link_s("staged", page_bytes, pages), cpu), (
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6
@@ -304,7 +307,7 @@ def _strided(t: Terrain, asked: Asked) -> Prediction:
     for piece, n in t.row_pieces:
         link += t.link_s("staged", piece, alone * n)
         count += alone * n
-        busy += alone * n * cpu.descriptor_us * 1e-6
+        busy += alone * n * (cpu.descriptor_us + PYTHON_PIECE_US) * 1e-6
     busy += runs.count * (chunks if by_layer else 1) * RUN_LOOP_US * 1e-6
     seconds, bound = _slowest(link, busy, 0.0)
     seconds += (

@@ -71,7 +71,7 @@ def test_predicted_shares() -> None:
     assert simple_share(1024, 32, 131_072) == pytest.approx(1 / (1 + (1 / 0.83 - 1) / 32))
     profile = shipped_profile()
     shares = [profile_share(np.full(65536 // n, n), 131_072, profile) for n in (1, 4, 32, 1024)]
-    assert 0.7 < shares[0] < shares[1] < shares[2] <= 1 and 0.95 < shares[3] <= 1  # few pieces: the start counts
+    assert 0.7 < shares[0] <= shares[1] <= shares[2] <= 1 and 0.95 < shares[3] <= 1  # few pieces: the start counts
     assert shares[0] == pytest.approx(profile.grids["staged/d2h"].rate(131_072, 65536) / profile.peak_gbps["d2h"])
 
 
