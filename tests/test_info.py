@@ -85,7 +85,10 @@ def test_the_profile_in_use(tmp_path: Path) -> None:
     slow.clear()
     measured = replace_struct(shipped_profile(), source="measured")
     peaks = measured.peak_gbps
-    assert f"one large copy, GB/s: h2d {peaks['h2d']:.1f}, d2h {peaks['d2h']:.1f}" in list(link_lines(measured, slow))[1] and not slow
+    assert (
+        f"one large copy, GB/s: h2d {peaks['h2d']:.1f}, d2h {peaks['d2h']:.1f}" in list(link_lines(measured, slow))[1]
+        and not slow
+    )
     half = replace_struct(measured, peak_gbps={"h2d": 25.0, "d2h": 26.0})
     list(link_lines(half, slow))
     assert "the link was measured at 25.0 GB/s of 63.0 in theory" in slow[0]

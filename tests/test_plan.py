@@ -19,7 +19,7 @@ from kvtransfer.kernels.coalesce import Box, Side, coalesce
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import Layout, box_bytes, packed_box
 from kvtransfer.kernels.spec import Component, KVSpec
-from kvtransfer.link import Curve, decode_profile
+from kvtransfer.link import Curve, Grid, decode_profile
 from kvtransfer.plan import (
     DIGEST_TOKENS,
     MAX_GROUP_LAYERS,
@@ -166,7 +166,11 @@ def test_explain_says_what_was_chosen_and_why_the_others_lost() -> None:
 def test_explain_tells_groups_and_what_the_budget_holds_back() -> None:
     text = make_plan(facts(MEDIUM, pages=512, layerwise=True)).explain()
     assert re.search(r"^  groups of 4,4,4,4,4,4,4,4 layers$", text, re.M)
-    assert "would take" in text and "but leaves 96% of a concurrent GEMM instead of 100%" in text
+    assert "would take" in text and "longer, bound by the link" in text
+    quick = replace_struct(H200, grids={**H200.grids, "mapped/h2d": Grid((1,), (1,), ((53.5,),))})
+    text = make_plan(facts(MEDIUM, pages=512, layerwise=True, profile=quick)).explain()
+    assert "by path staged: within 5% of the quickest, and it takes less from the model" in text
+    assert "% less, but leaves 96% of a concurrent GEMM instead of 100%" in text
     text = make_plan(facts(MEDIUM, pages=512, direction="store")).explain()
     assert "  not mapped: SMs that write host memory take 36% of a concurrent GEMM: only where asked for; pred" in text
 
