@@ -1,11 +1,11 @@
-"""Loads and stores of 1 GiB against one large pinned copy measured in the same run.
+"""Loads and stores of 1 GiB against one large pinned copy, and how long a call holds its caller.
 
     python bench/bench_core.py [--json FILE] [--quick] [--repeats N]
 
 32 layers, K and V of 8 heads x 128 in bf16, 8,192 tokens, pages in random order on both sides, every byte
 compared afterwards. Prints for each case the path, the median and spread of the GPU's clock, GB/s and the
-share of the large copy in that direction, then the time that ``load()`` and ``store()`` hold their caller
-while another thread launches a forward.
+share of a large copy in that direction, measured in turn with it, then the time that ``load()`` and ``store()``
+hold their caller while another thread launches a forward.
 """
 
 from __future__ import annotations
@@ -17,109 +17,41 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
+from harness import LargeCopy, Row, measure
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-
-from kvtransfer.engine import TransferEngine
-from kvtransfer.kernels.coalesce import Box, Side, coalesce
-from kvtransfer.kernels.layout import Layout
-from kvtransfer.kernels.relayout import relayout_reference
-from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.pool import KVPool
-from kvtransfer.tiers.host import HostTier
+from rigs import Rig, Shape
+from works import EngineWork
 
 LAYERS, HEADS, DIM, TOKENS = 32, 8, 128, 8192
 
 
-@dataclass
-class Row:
-    case: str
-    path: str
-    page_size: int
-    total_bytes: int
-    median_s: float
-    low_s: float
-    high_s: float
-    gbps: float
-    share: float
-    exact: bool
-
-
 def large_copy(direction: str, nbytes: int, repeats: int) -> float:
     """GB/s of one pinned copy of ``nbytes``: the limit."""
-    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
-    stream, times = torch.cuda.Stream(), []
-    for _ in range(repeats + 1):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(stream):
-            a.record()
-            device.copy_(host, non_blocking=True) if direction == "load" else host.copy_(device, non_blocking=True)
-            b.record()
-        b.synchronize()
-        times.append(a.elapsed_time(b) / 1e3)
-    return float(nbytes / statistics.median(times[1:]) / 1e9)
+    limit = LargeCopy(torch.device("cuda", torch.cuda.current_device()), nbytes)
+    limit.seconds(direction)
+    limit.seen.clear()
+    for _ in range(repeats):
+        limit.seconds(direction)
+    return limit.gbps(direction).median
 
 
-class Setup:
-    """A pool twice the size of the transfer, a slab, an engine, and random ids."""
+class Setup(Rig):
+    """A rig of the benchmark's model on the GPU."""
 
-    def __init__(self, page_size: int, tokens: int, layers: int, *, script: bool = False) -> None:
-        self.spec = KVSpec.attention(layers, page_size, HEADS, DIM, 2)
-        n = tokens // page_size
-        self.pool = KVPool.allocate("sglang.layer_first", spec=self.spec, num_pages=2 * n, device="cuda")
-        self.host = HostTier(self.spec, capacity_pages=n, device="cuda")
-        self.host.payload.view(torch.int64).random_()
-        self.engine = TransferEngine(self.pool, self.host, script=script)
-        rng = np.random.default_rng(0)
-        self.slots, self.pages = rng.permutation(n), rng.permutation(2 * n)[:n]
+    def __init__(self, page_size: int, tokens: int, layers: int, *, script: bool = True) -> None:
+        shape = Shape("llama8b", layers, (("k", HEADS, 2 * DIM), ("v", HEADS, 2 * DIM)))
+        total = layers * 2 * HEADS * DIM * 2 * tokens
+        super().__init__(shape, page_size, total, torch.device("cuda", torch.cuda.current_device()), script=script)
 
     def exact(self) -> bool:
         """Whether the pool's pages hold the slots' bytes."""
-        target = Layout.page_first(self.spec, len(self.pages))
-        geometry = coalesce(self.spec, Side.of(self.pool.layout), Side.of(target), Box.whole(self.spec), order="dst")
-        out = torch.empty(target.buffer_bytes[0], dtype=torch.uint8, device="cuda")
-        ids = torch.from_numpy(self.pages).cuda()
-        relayout_reference(geometry, self.pool.buffers, [out], ids, torch.arange(len(ids), device="cuda"))
-        rows = self.host.payload.view(-1, self.host.slot_bytes)[:, : self.spec.page_bytes]
-        want = rows[torch.from_numpy(self.slots)]
-        return torch.equal(out.view(len(ids), -1).cpu(), want)
-
-    def close(self) -> None:
-        self.engine.close()
-        self.host.close()
-
-
-def measure(setup: Setup, direction: str, path: str | None, layerwise: bool, limit: float, repeats: int) -> Row:
-    times: list[float] = []
-    engine, used = setup.engine, ""
-    for _ in range(repeats + 1):
-        if direction == "load":
-            handle = engine.load(setup.slots, setup.pages, path=path, layerwise=layerwise)
-        else:
-            handle = engine.store(setup.pages, setup.slots, path=path)
-        result = handle.result(60)
-        times.append(result.seconds)
-        used = result.path
-    times = times[1:]
-    total = setup.spec.page_bytes * len(setup.slots)
-    if direction == "load":
-        exact = setup.exact()
-    else:
-        for buffer in setup.pool.buffers:  # new bytes, stored once more, compared
-            buffer.view(torch.int64).random_()
-        engine.store(setup.pages, setup.slots, path=path).result(60)
-        exact = setup.exact()
-    median = statistics.median(times)
-    gbps = total / median / 1e9
-    name = f"{direction}{' layer-wise' if layerwise else ''}, pages of {setup.spec.page_size}"
-    return Row(name, used, setup.spec.page_size, total, median, min(times), max(times), gbps, gbps / limit, exact)
+        return self.holds(self.pages, self.slots)
 
 
 def busy_forward(stop: threading.Event, stream: torch.cuda.Stream) -> None:
@@ -173,7 +105,7 @@ def main() -> int:
     tokens = TOKENS // 8 if args.quick else TOKENS
     total = LAYERS * 2 * HEADS * DIM * 2 * tokens
     console = Console(stderr=True)
-    limits = {d: large_copy(d, total, args.repeats) for d in ("load", "store")}
+    limit = LargeCopy(torch.device("cuda", torch.cuda.current_device()), total)
     rows: list[Row] = []
     calls: dict[str, dict[str, float]] = {}
     cases: list[tuple[int, str, str | None, bool]] = []
@@ -186,7 +118,10 @@ def main() -> int:
         for size in (1, 16, 64):
             setup = Setup(size, tokens, LAYERS)
             for _, direction, path, layerwise in (c for c in cases if c[0] == size):
-                rows.append(measure(setup, direction, path, layerwise, limits[direction], args.repeats))
+                name = f"{direction}{' layer-wise' if layerwise else ''}, pages of {size}"
+                mode = "layerwise" if layerwise else "bulk"
+                work = EngineWork(setup, direction, path=path or "auto", mode=mode, name=name)
+                rows.append(measure(work, limit, repeats=args.repeats))
                 progress.advance(task)
             if size in (1, 16):
                 for busy in (False, True):
@@ -196,6 +131,7 @@ def main() -> int:
             setup.close()
             del setup
             torch.cuda.empty_cache()
+    limits = {d: limit.gbps(d).median for d in ("load", "store")}
     table = Table(title=f"{total:,} bytes; one large copy: H2D {limits['load']:.1f}, D2H {limits['store']:.1f} GB/s")
     for column in ("case", "path", "ms (low-high)", "GB/s", "share", "exact"):
         table.add_column(column)
@@ -211,9 +147,8 @@ def main() -> int:
         held.add_row(key, *(f"{times[c]:.2f}" for c in ("load", "store", "load layer-wise")))
     out.print(held)
     if args.json:
-        args.json.write_text(
-            json.dumps({"limits_gbps": limits, "rows": [asdict(r) for r in rows], "calls_ms": calls}, indent=1)
-        )
+        sized = [asdict(r) | {"page_size": c[0]} for r, c in zip(rows, cases, strict=True)]
+        args.json.write_text(json.dumps({"limits_gbps": limits, "rows": sized, "calls_ms": calls}, indent=1))
     return 0 if all(r.exact for r in rows) else 1
 
 

@@ -116,7 +116,7 @@ def main() -> int:
     parser.add_argument("--cached", type=int, default=8192)
     parser.add_argument("--paths", nargs="+", default=["auto", "mapped"])
     parser.add_argument("--busy", action="store_true", help="beside a Python thread that never sleeps")
-    parser.add_argument("--script", action="store_true", help="with the C submitter")
+    parser.add_argument("--no-script", action="store_true", help="call by call, without the submitter in C")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -124,7 +124,7 @@ def main() -> int:
         print("bench_layerwise: needs a GPU", file=sys.stderr)
         return 2
     compute = torch.cuda.Stream()
-    setup = Setup(PAGE, args.cached, LAYERS, script=args.script)
+    setup = Setup(PAGE, args.cached, LAYERS, script=not args.no_script)
     setup.pool.declare_stream(compute)
     total = setup.spec.page_bytes * len(setup.slots)
     peak = large_copy("load", total, args.repeats)

@@ -25,7 +25,10 @@ from kvtransfer.link import Grid, LinkProfile
 STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 8 descriptors' worth of CPU
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
-GROUP_S = 0.2e-3  # submitting a layer group: 0.1 ms alone, 0.8 beside a thread that launches a forward (H200)
+GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
+# A descriptor beside a thread that launches a forward costs so many times more: both want the driver's lock. Groups of
+# one layer, 512 descriptors each, took 1.8 us a piece there, against 0.5 alone (H200).
+BESIDE_LAUNCHES = 3.5
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -121,6 +124,7 @@ class Terrain:
     slot_bytes         of a ring slot, 0 without a ring
     host_stride_bytes  from one host slot to the next: pages merge where it is the page itself; None: it is
     host_pinned        whether copy engine and kernels can reach host memory directly
+    fixed_groups       layer groups of every layer-wise load, instead of the best ones (benchmarks)
     """
 
     direction: str
@@ -132,6 +136,7 @@ class Terrain:
     profile: LinkProfile
     budget: Budget = BUDGETS["prefill"]
     host_stride_bytes: int | None = None
+    fixed_groups: Groups = ()
     _groups: dict[tuple[int, float | None], Groups] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -206,6 +211,8 @@ class Terrain:
         On the CPU, where groups gain nothing, always the usual ones: the logic above them is tested there.
         Worked out once for each power of two of pages (and of the square root of two of seconds), then remembered.
         """
+        if self.fixed_groups:
+            return self.fixed_groups
         if not self.on_gpu:
             return tuple(layer_groups(self.spec.num_layers))
         about = 1 << max(0, pages - 1).bit_length()
@@ -221,7 +228,7 @@ class Terrain:
     def _group_s(self, page_bytes: int, pages: int) -> tuple[float, float]:
         """(seconds on the copy lane, seconds from there until it can be used) of one layer group."""
         total = page_bytes * pages
-        cpu = GROUP_S + pages * self.profile.cpu.descriptor_us * 1e-6
+        cpu = GROUP_S + pages * self.profile.cpu.descriptor_us * BESIDE_LAUNCHES * 1e-6
         last = min(total, self.slot_bytes)
         return max(self.link_s("staged", page_bytes, pages), cpu), (
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6

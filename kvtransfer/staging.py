@@ -16,7 +16,7 @@ from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
 
-SLOTS = 3  # one filling, one being emptied, one waiting: a fourth gained nothing (docs/decisions.md)
+SLOTS = 6  # three for each direction: one filling, one being emptied, one waiting (docs/decisions.md)
 SLOT_ALIGNMENT = 4096
 
 
@@ -59,19 +59,22 @@ class StagingRing:
 
     def take(self) -> RingSlot:
         """The next slot in turn. Wait for its ``free`` event on the lane that writes it, then `give` it back."""
-        return self.take_several(1)[0]
-
-    def take_several(self, count: int) -> list[RingSlot]:
-        """``count`` slots at once (two takers of a part each would wait for each other). Holds the caller until so
-        many are between `give` and take: microseconds, or the submission of somebody's script."""
         with self._changed:
-            self._changed.wait_for(lambda: sum(not s.taken for s in self._slots) >= count)
-            turn = [self._slots[(self._next + i) % SLOTS] for i in range(SLOTS)]
-            slots = [s for s in turn if not s.taken][:count]
-            self._next = (slots[-1].index + 1) % SLOTS
-            for slot in slots:
-                slot.taken = True
-            return slots
+            self._changed.wait_for(lambda: not all(s.taken for s in self._slots))
+            return self._take(1)[0]
+
+    def try_take(self, count: int) -> list[RingSlot] | None:
+        """The next ``count`` slots that nobody holds, all at once; None where there are fewer. Never waits."""
+        with self._changed:
+            return self._take(count) if sum(not s.taken for s in self._slots) >= count else None
+
+    def _take(self, count: int) -> list[RingSlot]:
+        turn = [self._slots[(self._next + i) % SLOTS] for i in range(SLOTS)]
+        slots = [s for s in turn if not s.taken][:count]
+        self._next = (slots[-1].index + 1) % SLOTS
+        for slot in slots:
+            slot.taken = True
+        return slots
 
     def give(self, slot: RingSlot, free: Event | None) -> None:
         """The slot's use was submitted; it is free after ``free`` (None: it was not used, the old event stands)."""

@@ -174,7 +174,7 @@ def test_bad_calls_are_refused_and_nothing_is_touched(case: str) -> None:
             ConfigError,
             "path: expected 'auto' or one of staged, strided, mapped, cpu, got 'tape'",
         ),
-        ({"path": "staged", "staging_bytes": 100}, ConfigError, "staging_bytes: expected at least 12288, got 100"),
+        ({"path": "staged", "staging_bytes": 100}, ConfigError, "staging_bytes: expected at least 24576, got 100"),
         ({"staging_bytes": "meta"}, ConfigError, "staging_bytes: expected a ring on cpu, got meta"),
     ],
 )

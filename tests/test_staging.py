@@ -77,8 +77,10 @@ def test_no_memory_means_no_ring_and_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
     log = Log()
     monkeypatch.setattr(torch, "empty", refuse)
-    assert StagingRing.create(CPU, 12_288, log) is None
-    assert log.fallbacks == [("staging", "no room for a ring of 12,288 bytes on cpu: tried to allocate 12 KiB")]
+    assert StagingRing.create(CPU, SLOTS * SLOT_ALIGNMENT, log) is None
+    assert log.fallbacks == [
+        ("staging", f"no room for a ring of {SLOTS * SLOT_ALIGNMENT:,} bytes on cpu: tried to allocate 12 KiB")
+    ]
 
 
 def test_no_ring_was_asked_for() -> None:
@@ -93,7 +95,7 @@ def test_an_engine_without_a_ring_says_so_and_refuses_the_path(monkeypatch: pyte
     log = Log()
     with monkeypatch.context() as patch:
         patch.setattr(StagingRing, "__init__", refuse)
-        rig = make_rig(path="staged", staging_bytes=12_288, observer=log)
+        rig = make_rig(path="staged", staging_bytes=SLOTS * SLOT_ALIGNMENT, observer=log)
     assert [what for what, _ in log.fallbacks] == ["staging"]
     with pytest.raises(ConfigError, match="path 'staged' can't carry this load: there is no staging ring"):
         rig.engine.load([1], [2])
