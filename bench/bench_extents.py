@@ -14,7 +14,6 @@ the free space, microseconds of the allocator, and the predicted share of one la
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Callable, Sequence
@@ -24,9 +23,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import showing
-import torch
 from churn import FILL, PLACERS, WORKLOADS, Churn, Ids, run_lengths
+from harness import LargeCopy
+from harness import Row as Moved
+from placed import MOVED_BYTES, replay
+from report import checked, exit_status, print_rows, print_table, progress, write_content
+from report import parser as options
 
 from kvtransfer.link import LinkProfile, shipped_profile
 from kvtransfer.link_report import require_matplotlib
@@ -122,7 +124,7 @@ def measure(workload: str, placer: str, page_size: int, slots: int, stores: int,
     )
 
 
-def print_rows(rows: Sequence[Row]) -> None:
+def print_churns(rows: Sequence[Row]) -> None:
     """A table for each page size."""
     columns = ["stores", "placed by", "runs, median", "mean", f"in runs >= {LONG_RUN}", "pieces a store", "free runs"]
     columns += ["largest", "us a store", "us a call", "simple", "profile", "worst 5 %"]
@@ -147,7 +149,7 @@ def print_rows(rows: Sequence[Row]) -> None:
             for r in some
         ]
         title = f"pages of {size} ({size * TOKEN_BYTES >> 10} KiB), {some[0].slots:,} slots, {FILL:.0%} full, "
-        showing.table(f"{title}seed {some[0].seed}; shares of one large copy are predicted", columns, cells, left=2)
+        print_table(f"{title}seed {some[0].seed}; shares of one large copy are predicted", columns, cells, left=2)
     for workload in dict.fromkeys(r.workload for r in rows):
         print(f"{workload}: {WORKLOADS[workload].says}")
 
@@ -171,48 +173,43 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
     plt.close(figure)
 
 
-def parser() -> argparse.ArgumentParser:
-    out = showing.options(__doc__)
+@exit_status
+def main(argv: Sequence[str] | None) -> int:
+    out = options(__doc__)
     out.add_argument("--page-sizes", type=int, nargs="+", default=[1, 16])
     out.add_argument("--slots", type=int, help=f"of the slab (default: {TOKENS:,} tokens)")
     out.add_argument("--stores", type=int, help=f"default {STORES:,}; fewer where they grow: {FEWER}")
-    out.add_argument("--seed", type=int, default=0)
     out.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     out.add_argument("--placers", nargs="+", choices=PLACERS, default=list(PLACERS))
     out.add_argument("--gpu", action="store_true", help="then move what lies there (skipped without a GPU)")
     out.add_argument("--gpu-gib", type=float, default=16.0, help="of the pinned slab")
-    out.add_argument("--repeats", type=int, default=9, help="on the GPU: pairs of large copy and transfer")
-    return out
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    out = parser()
-    args = showing.checked(out, argv)
+    args, device = checked(out, argv)
+    if min([*args.page_sizes, args.slots or 1, args.stores or 1]) < 1:
+        out.error("--page-sizes, --slots and --stores: expected at least 1")
     stores = args.stores or (2000 if args.quick else STORES)
     if args.quick and args.workloads == list(WORKLOADS):
         args.workloads.remove("pages")
     cases = list(itertools.product(args.page_sizes, args.workloads, args.placers))
     rows: list[Row] = []
     try:
-        with showing.progress(len(cases)) as step:
+        with progress(len(cases)) as step:
             for size, workload, placer in cases:
                 step(f"{workload}, pages of {size}, {placer}")
                 some = max(200, stores // FEWER.get(workload, 1))
                 rows.append(measure(workload, placer, size, args.slots or TOKENS // size, some, args.seed))
     except ValueError as error:
         out.error(str(error))
-    print_rows(rows)
-    moved: list[Any] = []
-    if args.gpu:
-        if torch.cuda.is_available():
-            from placed import print_moved, replay  # noqa: PLC0415  (only here is a GPU needed)
-
-            moved = replay(args.gpu_gib, stores, args.seed, args.repeats, torch.device("cuda"))
-            print_moved(moved)
-        else:
-            print("--gpu: skipped: PyTorch sees no GPU, and a share of its link can't be measured without one")
+    print_churns(rows)
+    moved: list[Moved] = []
+    if args.gpu and device.type != "cuda":
+        print("--gpu: skipped: PyTorch sees no GPU, and a share of its link can't be measured without one")
+    elif args.gpu:
+        limit = LargeCopy(device, MOVED_BYTES)
+        moved = replay(args.gpu_gib, stores, limit, seed=args.seed, repeats=args.repeats or (5 if args.quick else 11))
+        print_rows(f"a gibibyte of the last of {stores:,} stores, moved from and to where it lies", moved, limit)
     if args.json is not None:
-        showing.write_json(args.json, rows=[asdict(r) for r in rows], moved=[asdict(m) for m in moved])
+        churns, shares = [asdict(r) for r in rows], [asdict(m) | {"verdicts": m.verdicts()} for m in moved]
+        write_content(args.json, device, rows=churns, moved=shares)
     if args.plot is not None:
         plot(args.plot, rows)
     wrong = [m.case for m in moved if not m.exact]
@@ -240,4 +237,4 @@ def test_churn(benchmark: Callable[..., Any], workload: str, placer: str) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

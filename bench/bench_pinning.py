@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import showing
 import torch
+from report import checked, parser, print_table, progress, write_content
 
 from kvtransfer.kernels.errors import KVTransferError
 from kvtransfer.kernels.spec import KVSpec
@@ -156,7 +156,7 @@ def run(nbytes: int, baseline_bytes: int, threads: int, repeats: int) -> list[Ro
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")  # the context is nobody's cost
     times: dict[str, list[Timed]] = {case[0]: [] for case in todo}
-    with showing.progress(repeats * len(todo)) as step:
+    with progress(repeats * len(todo)) as step:
         for _ in range(repeats):
             for name, make, size, *_ in todo:
                 step(f"{name}, {size / GIB:g} GiB")
@@ -179,7 +179,7 @@ def print_rows(rows: Sequence[Row], threads: int) -> None:
         for r in rows
     ]
     columns = ["way", "GiB", "first, s", "whole, s", "s/GiB (low-high)", "pinned", "bar"]
-    showing.table(f"host memory, {threads} threads of HostTier's; medians of {rows[0].repeats}", columns, cells)
+    print_table(f"host memory, {threads} threads of HostTier's; medians of {rows[0].repeats}", columns, cells)
     if not torch.cuda.is_available():
         print("no GPU: nothing was pinned, memory was touched only")
 
@@ -213,13 +213,12 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    out = showing.options(__doc__)
+    out = parser(__doc__)
     out.add_argument("--gib", type=_gib, help="of the tier: 32, without a GPU 1")
     out.add_argument("--baseline-gib", type=_gib, help="of the others: 8, without a GPU 1")
     out.add_argument("--threads", type=_count, default=8)
-    out.add_argument("--repeats", type=_count, help="3, with --quick 1")
-    args = showing.checked(out, argv)
-    gpu = torch.cuda.is_available()
+    args, device = checked(out, argv)
+    gpu = device.type == "cuda"
     gib = args.gib or (32 if gpu and not args.quick else 1 if gpu else 0.25 if args.quick else 1)
     small = args.baseline_gib or min(gib, 8)
     try:
@@ -229,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print_rows(rows, args.threads)
     if args.json is not None:
-        showing.write_json(args.json, rows=[asdict(r) | {"misses": r.misses} for r in rows])
+        write_content(args.json, device, rows=[asdict(r) | {"misses": r.misses} for r in rows])
     if args.plot is not None:
         plot(args.plot, rows)
     return 0

@@ -27,8 +27,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import showing
 import torch
+from report import checked, parser, print_table, progress, write_content
+from rigs import device_of
 
 from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import TransferHandle
@@ -242,7 +243,7 @@ def print_rows(rows: Sequence[Row]) -> None:
         for r in rows
     ]
     columns = ["call", "beside", "page size", "pages", "us, median (low-high)", "95 %", "CPU us", "bar"]
-    showing.table("what a call costs its caller", columns, cells, left=2)
+    print_table("what a call costs its caller", columns, cells, left=2)
     if not torch.cuda.is_available():
         print("CPU backend: not figures of a GPU")
 
@@ -251,7 +252,7 @@ def print_profile(found: Sequence[tuple[str, dict[str, float]]]) -> None:
     """Stages of each call."""
     columns = ["call", *found[0][1], "together"]
     cells = [[name, *(f"{v:,.0f}" for v in stages.values()), f"{sum(stages.values()):,.0f}"] for name, stages in found]
-    showing.table("us a call, by stage, under a profiler", columns, cells)
+    print_table("us a call, by stage, under a profiler", columns, cells)
 
 
 def plot(file: Path, rows: Sequence[Row]) -> None:
@@ -281,22 +282,19 @@ def _count(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    out = showing.options(__doc__)
+    out = parser(__doc__)
     out.add_argument("--pages", type=_count, nargs="+", help="16 128 1024 8192, with --quick 16 1024")
     out.add_argument("--page-sizes", type=_count, nargs="+", default=[1, 16])
     out.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    out.add_argument("--repeats", type=_count, help="100, with --quick 10")
     out.add_argument("--profile", action="store_true", help="where the time goes, of calls that run alone")
-    out.add_argument("--seed", type=int, default=0)
-    args = showing.checked(out, argv)
+    args, device = checked(out, argv)
     args.pages = args.pages or ([16, 1024] if args.quick else [16, 128, 1024, 8192])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loads = [name for name in LOADS if name != "a forward" or device.type == "cuda"]
     repeats = args.repeats or (10 if args.quick else 100)
     rows: list[Row] = []
     found: list[tuple[str, dict[str, float]]] = []
     cases = [(load, kind, pages) for load in loads for kind in args.kinds for pages in args.pages]
-    with showing.progress(len(cases) * len(args.page_sizes)) as step:
+    with progress(len(cases) * len(args.page_sizes)) as step:
         for size in args.page_sizes:
             most = [p for p in args.pages if device.type == "cpu" or size * p <= 65_536]  # 8 GiB of a GPU
             with Setup(size, max(most, default=1), device, args.seed) as setup:
@@ -315,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_profile(found)
     if args.json is not None:
         content = [asdict(r) | {"meets_bar": r.meets_bar} for r in rows]
-        showing.write_json(args.json, rows=content, stages_us=dict(found))
+        write_content(args.json, device, rows=content, stages_us=dict(found))
     if args.plot is not None:
         plot(args.plot, rows)
     return 0
@@ -327,8 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_call(benchmark: Any, kind: str) -> None:
     """One call for 1,024 pages; waiting for its end is not counted."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with Setup(1, 1024, device, 0) as setup:
+    with Setup(1, 1024, device_of("auto"), 0) as setup:
         handles: list[TransferHandle] = []
 
         def wait() -> tuple[tuple[()], dict[str, Any]]:

@@ -124,6 +124,16 @@ def out_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> None:
+    """Any other table: all but its first ``left`` columns are numbers."""
+    table = Table(title=escape(title), title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    out_console().print(table)
+
+
 def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Sequence[tuple[str, str]] = ()) -> None:
     """The table, the limits it divides by, and the cases that could not run with the reason."""
     lines = [title, f"limits: {peaks_text(limit)}"]
@@ -180,13 +190,14 @@ def _kept(row: Row) -> str:
 def write_json(file: Path, limit: LargeCopy, rows: Sequence[Row], **more: Any) -> None:
     """Rows with all their fields, the limits, and what machine it was."""
     limits = {direction: asdict(limit.gbps(direction)) for direction in limit.seen}
-    content = {
-        "machine": machine_facts(limit.device),
-        "limits_gbps": limits,
-        "rows": [asdict(r) | {"verdicts": r.verdicts()} for r in rows],
-        **more,
-    }
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    verdicts = [asdict(r) | {"verdicts": r.verdicts()} for r in rows]
+    write_content(file, limit.device, limits_gbps=limits, rows=verdicts, **more)
+
+
+def write_content(file: Path, device: torch.device, **content: Any) -> None:
+    """``content``, and what machine it is of."""
+    text = json.dumps({"machine": machine_facts(device), **content}, indent=1)
+    file.write_text(text + "\n", encoding="utf-8")
 
 
 def plot_rows(file: Path, title: str, rows: Sequence[Row], limit: LargeCopy) -> None:

@@ -78,7 +78,7 @@ def ordered_ids(total: int, run: int, rng: np.random.Generator) -> Ids:
 
 
 class Rig:
-    """``total_bytes`` of pages in a pool of twice as many, a slab of as many slots, and an engine.
+    """``total_bytes`` of pages in a pool of twice as many, a slab of as many slots (or ``num_slots``), and an engine.
 
     slots, pages              what a load or a store moves, in the order that `set_order` chose
     other_slots, other_pages  as many more: what a store moves while a load runs, and what must stay as it is otherwise
@@ -95,6 +95,7 @@ class Rig:
         layout: str = "sglang.layer_first",
         seed: int = 0,
         script: bool = True,
+        num_slots: int = 0,
     ) -> None:
         self.shape, self.device = shape, device
         self.spec = shape.spec(page_size)
@@ -114,7 +115,7 @@ class Rig:
             streams=None if self.stream is None else [self.stream],
             name=self.name,
         )
-        self.host = HostTier(self.spec, capacity_pages=2 * self._half, device=device)
+        self.host = HostTier(self.spec, capacity_pages=max(num_slots, 2 * self._half), device=device)
         try:
             ring = DEFAULT_STAGING_BYTES if on_gpu else StagingRing(device, CPU_RING_BYTES)
             self.engine = TransferEngine(self.pool, self.host, staging_bytes=ring, script=script, deadline_s=LIMIT_S)
@@ -136,6 +137,13 @@ class Rig:
         (self.slots, self.other_slots), (self.pages, self.other_pages) = (
             (ids[: self.count], ids[self._half : self._half + self.count]) for ids in sides
         )
+
+    def place(self, slots: Ids) -> None:
+        """Move ``slots`` (as many as there are pages) from now on. They are stored to once: loads compare digests."""
+        others = np.setdiff1d(np.arange(self.host.num_slots), slots)
+        self.slots, self.other_slots = slots, self._rng.permutation(others)[: self.count]
+        self.engine.store(self.pages, self.slots).result(LIMIT_S)
+        self.engine.store(self.other_pages, self.other_slots).result(LIMIT_S)
 
     def use_groups(self, groups: Groups | None) -> None:
         """Layer-wise loads travel in ``groups`` from now on; None: as the engine chooses."""

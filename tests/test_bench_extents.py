@@ -9,6 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bench_extents import main, measure, profile_share, simple_share
+from churn import FILL, PLACERS, WORKLOADS, Churn, Stack, run_lengths
+from harness import Bar, LargeCopy
+from placed import replay
+from rigs import SHAPES, Rig, Shape, device_of
+from works import EngineWork
+
+from kvtransfer.link import shipped_profile
 
 SLOTS = 40_000
 
@@ -16,8 +24,6 @@ SLOTS = 40_000
 @pytest.mark.parametrize("placer", ["extents", "stack", "queue", "sorted"])
 @pytest.mark.parametrize("workload", ["new", "extend", "tails", "blocks"])
 def test_the_slab_stays_as_full_as_it_is_said_to_be(workload: str, placer: str) -> None:
-    from churn import FILL, PLACERS, WORKLOADS, Churn
-
     slots = SLOTS // 16 if workload != "blocks" else SLOTS  # in pages of 16 tokens
     churn = Churn(PLACERS[placer](slots), slots, 16, 1 << 21, WORKLOADS[workload], 3)
     coming = churn.stores()
@@ -31,8 +37,6 @@ def test_the_slab_stays_as_full_as_it_is_said_to_be(workload: str, placer: str) 
 
 
 def test_one_seed_is_one_churn() -> None:
-    from churn import PLACERS, WORKLOADS, Churn
-
     def last(seed: int) -> list[int]:
         coming = Churn(PLACERS["extents"](SLOTS), SLOTS, 1, 1 << 17, WORKLOADS["extend"], seed).stores()
         slots: list[int] = [next(coming) for _ in range(60)][-1].tolist()
@@ -42,8 +46,6 @@ def test_one_seed_is_one_churn() -> None:
 
 
 def test_a_placer_that_gives_a_slot_out_twice_is_found_out() -> None:
-    from churn import WORKLOADS, Churn, Stack
-
     class Wrong(Stack):
         def free(self, slots: Any) -> None:
             super().free(np.concatenate((slots[:-1], slots[:1])))
@@ -55,18 +57,12 @@ def test_a_placer_that_gives_a_slot_out_twice_is_found_out() -> None:
 
 
 def test_a_slab_too_small_for_the_stores_is_refused() -> None:
-    from churn import PLACERS, WORKLOADS, Churn
-
     with pytest.raises(ValueError, match="expected at least 34493 for pages of 1, got 30000"):
         Churn(PLACERS["stack"](30_000), 30_000, 1, 1 << 17, WORKLOADS["new"], 0)
 
 
 def test_predicted_shares() -> None:
     """Pieces of 128 KiB reach what the model was made from; longer ones more; the profile never above its peak."""
-    from bench_extents import profile_share, simple_share
-
-    from kvtransfer.link import shipped_profile
-
     assert simple_share(1000, 1000, 131_072) == pytest.approx(0.83)
     assert simple_share(1024, 32, 131_072) == pytest.approx(1 / (1 + (1 / 0.83 - 1) / 32))
     profile = shipped_profile()
@@ -76,23 +72,17 @@ def test_predicted_shares() -> None:
 
 
 def test_run_lengths() -> None:
-    from churn import run_lengths
-
     assert run_lengths(np.array([5, 6, 7, 3, 4, 9, 8])).tolist() == [3, 2, 1, 1]
     assert run_lengths(np.array([], dtype=np.int64)).tolist() == []
 
 
 def test_ours_keeps_longer_runs_than_free_lists_do() -> None:
-    from bench_extents import measure
-
     runs = {p: measure("tails", p, 1, 65_536, 600, 0, last=200).mean_run for p in ("extents", "stack", "queue")}
     assert runs["extents"] > 2 * max(runs["stack"], runs["queue"])
 
 
 def test_rows_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    from bench_extents import main
-
     out, picture = tmp_path / "out.json", tmp_path / "out.png"
     words = ["--quick", "--stores", "300", "--page-sizes", "16", "--workloads", "new", "tails"]
     words += ["--placers", "extents", "stack", *([] if torch.cuda.is_available() else ["--gpu"])]
@@ -113,42 +103,27 @@ def test_rows_are_printed_written_and_drawn(tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("words", ["--slots 1000", "--json /nowhere/x.json", "--workloads some"])
 def test_bad_options_end_with_2(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from bench_extents import main
-
     with pytest.raises(SystemExit) as end:
         main(["--quick", "--page-sizes", "1", *words.split()])
     assert end.value.code == 2
     assert "expected" in (said := capsys.readouterr().err) or "invalid choice" in said
 
 
-def test_what_lies_there_is_moved_and_compared() -> None:
-    """The GPU's part, by the CPU backend: small rows, all directions and placers; and a wrong byte is seen."""
-    from placed import Rig, Shape, print_moved, replay
-
-    shape = Shape("tiny", 3, (("latent", 1, 36),), 4)
-    device = torch.device("cpu")
-    rows = replay(
-        0.01, 50, 1, 2, device, shapes=[shape], placers=["extents", "queue"], moved_bytes=1 << 20, processes=1
-    )
-    assert [(r.placer, r.direction, r.exact) for r in rows] == [
-        (p, d, True) for p in ("extents", "queue") for d in ("store", "load")
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_lies_there_is_moved_and_compared(where: str) -> None:
+    shape = Shape("tiny", 3, (("latent", 1, 36),))
+    limit = LargeCopy(device_of(where), 1 << 20)
+    rows = replay(0.01, 50, limit, seed=1, repeats=3, cases=[(shape, 4)], placers=["extents", "queue"], processes=1)
+    assert [(r.case.split(":")[0], r.direction, r.exact) for r in rows] == [
+        (f"{d}, tiny, pages of 4, {p}", d, True) for p in ("extents", "queue") for d in ("store", "load")
     ]
-    assert [r.bar for r in rows] == [0.95, None, None, None]
+    assert [r.bar for r in rows] == [Bar(0.95) if where == "cuda" else None, None, None, None]
     assert all(r.total_bytes == (1 << 20) // 432 * 432 and r.share > 0 for r in rows)
-    print_moved(rows)
-    rig = Rig(shape, 3000, 1 << 18, device, 0)
-    slots = np.arange(rig.count)
-    rig.scramble()
-    rig.engine.store(rig.pages, slots).result(30)
-    assert rig.holds(slots)
-    rig.host.payload[17] ^= 1
-    assert not rig.holds(slots)
-    rig.close()
 
 
-@pytest.mark.gpu
-def test_a_small_replay_on_a_gpu() -> None:
-    from placed import SHAPES, replay
-
-    rows = replay(2.0, 100, 0, 2, torch.device("cuda"), shapes=SHAPES[1:2], moved_bytes=64 << 20, processes=1)
-    assert len(rows) == 6 and all(r.exact for r in rows)
+def test_a_rig_moves_the_slots_that_it_is_given() -> None:
+    with Rig(SHAPES["onehead"], 2, 40 << 10, device_of("cpu"), num_slots=50) as rig:
+        assert rig.host.num_slots == 50 and rig.count == 1
+        rig.place(np.array([47]))
+        assert rig.holds(rig.pages, np.array([47])) and 47 not in rig.other_slots
+        assert EngineWork(rig, "load").exact() and EngineWork(rig, "store").exact()
