@@ -1,6 +1,6 @@
-"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`.
+"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `config`.
 
-Exit status 1: the demo's outputs differ or a transfer failed; 2: bad input.
+Exit status 1: the demo's outputs differ, a transfer failed, or a key could not be converted; 2: bad input.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ app = typer.Typer(
 )
 timeline_app = typer.Typer(help="Read what `engine.timeline` or KVTRANSFER_TIMELINE recorded.", no_args_is_help=True)
 app.add_typer(timeline_app, name="timeline")
+config_app = typer.Typer(help="Check a configuration, or convert another cache's.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -136,6 +138,39 @@ def summarize(
     if html is not None:
         write_page(trace, summary, html)
         print(f"written: {html}")
+
+
+@config_app.command()
+def check(
+    file: Annotated[
+        Path | None, typer.Argument(help="YAML, TOML or JSON; without one what the environment says.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model, for the pages that fit each tier.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of k and of v, of all ranks.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of a head.")] = None,
+    latent_dim: Annotated[int | None, typer.Option(help="Elements of a latent (MLA), in place of heads.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="Of the KV cache, in place of kv_dtype.")] = None,
+    tp: Annotated[int, typer.Option(help="Ranks of this machine that share the heads.")] = 1,
+    device_pages: Annotated[int | None, typer.Option(help="Pages of a rank's device pool, for a host ratio.")] = None,
+) -> None:
+    """Print the resolved configuration with where each value came from, and the pages that its sizes hold."""
+    from kvtransfer.config_tools import Geometry, check_file  # noqa: PLC0415
+
+    check_file(file, Geometry(layers, kv_heads, head_dim, latent_dim, page_size, dtype, tp, device_pages))
+
+
+@config_app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="FlexKV's configuration, YAML or JSON.")],
+    ranks: Annotated[int, typer.Option(help="Ranks of a machine, which share cpu_cache_gb.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Write to this new file, not to the screen.")] = None,
+) -> None:
+    """Say FlexKV's configuration in our terms. Status 1 if a key asks for what kvtransfer does not do."""
+    from kvtransfer.config_tools import convert_file  # noqa: PLC0415
+
+    if not convert_file(file, ranks, output):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

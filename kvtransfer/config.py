@@ -76,9 +76,14 @@ def resolve(
     return Resolved(config, builder.sources, tuple(builder.warnings))
 
 
-def as_mapping(config: Config) -> dict[str, Any]:
-    """The configuration as plain nested values, as a file would give it: every field that has a value."""
-    plain: dict[str, Any] = _without_none(msgspec.to_builtins(config))
+def as_mapping(config: Config, *, empty: bool = False) -> dict[str, Any]:
+    """The configuration as plain nested values, as a file would give it.
+
+    Of fields without a value only those are in it that ``empty`` asks for: TOML has no way to say None.
+    """
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    if not empty:
+        plain = _without_none(plain)
     for name, options in config.tiers.items():
         if isinstance(options, OtherOptions):
             plain["tiers"][name] = {"kind": options.kind, **options.more}

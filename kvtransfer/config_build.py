@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from kvtransfer.config_check import Field, FieldError, Section, did_you_mean, fields, read, shown
+from kvtransfer.config_check import Field, FieldError, Section, did_you_mean, fields, masked, read, shown
 from kvtransfer.config_fields import Config
 from kvtransfer.config_sources import PREFIX, SHORTHANDS, Given, Tree
 from kvtransfer.config_tiers import BUILT_IN, OtherOptions, TierOptions, other_kinds
@@ -120,7 +120,8 @@ class Builder:
         self.sources[".".join(path)] = inner.source
         for other in inner.over:
             if (was := self._read(path, other, field)) != value:
-                self.warn(f"{inner.where}: {shown(value)} is taken, not {shown(was)} of {other.where}")
+                told = [shown(masked(path, one)) for one in (value, was)]
+                self.warn(f"{inner.where}: {told[0]} is taken, not {told[1]} of {other.where}")
         return value
 
     def _read(self, path: tuple[str, ...], given: Given, field: Field) -> Any:

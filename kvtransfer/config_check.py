@@ -17,6 +17,8 @@ from msgspec import inspect
 
 from kvtransfer.kernels.errors import ConfigError
 
+_SECRET = re.compile(r"(^|_)(salt|secret|password|passwd|token|credentials?|key)$")
+_PASSWORD = re.compile(r"(://[^/@]*:)[^/]*@")
 FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -93,7 +95,16 @@ def read(path: tuple[str, ...], value: Any, field: Field, *, text: bool = False)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's ValidationError is a ValueError
         choices = [str(v) for kind in field.kinds if isinstance(kind, inspect.LiteralType) for v in kind.values]
         near = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise FieldError(path, f"expected {expected(field)}, got {shown(value)}{near}") from error
+        raise FieldError(path, f"expected {expected(field)}, got {shown(masked(path, value))}{near}") from error
+
+
+def masked(path: tuple[str, ...], value: Any) -> Any:
+    """``value`` of the field at ``path`` for people to see: without what is secret in it."""
+    if isinstance(value, dict):
+        return {key: masked((*path, str(key)), inner) for key, inner in value.items()}
+    if value not in (None, "") and _SECRET.search(path[-1]):
+        return "***"
+    return _PASSWORD.sub(r"\1***@", value) if isinstance(value, str) else value
 
 
 def shown(value: Any) -> str:
