@@ -17,6 +17,7 @@ from kvtransfer.kernels.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.A)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_NOTHING = (False, 0, "", None)
 
 Reading = Literal["flag", "number", "text"]
 
@@ -34,11 +35,8 @@ class Rule:
     target: str = ""
     why: str = ""
     refuse: bool = False
-    off: tuple[object, ...] = (False, 0, "", None)
-    reads: _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.A)
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-Reading = "text"
+    off: tuple[object, ...] = _NOTHING
+    reads: Reading = "text"
 
 
 def _to(target: str, reads: Reading, why: str = "") -> Rule:
@@ -49,12 +47,7 @@ def _unneeded(why: str, *keys: str) -> dict[str, Rule]:
     return {key: Rule(why=why) for key in keys}
 
 
-def _refused(
-    why: str, *keys: str, off: tuple[object, ...] = (False, 0, "", None), reads: _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.A)
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-Reading = "flag"
-) -> dict[str, Rule]:
+def _refused(why: str, *keys: str, off: tuple[object, ...] = _NOTHING, reads: Reading = "flag") -> dict[str, Rule]:
     return {key: Rule(why=why, refuse=True, off=off, reads=reads) for key in keys}
 
 
@@ -63,6 +56,7 @@ def _layouts(*sides: str) -> dict[str, Rule]:
     return dict.fromkeys([key for side in sides for key in (f"{side}_layout", f"{side}_layout_type")], rule)
 
 
+_MRU = "mru and filo are refused: what they evict is likely to be used"
 _LARGER = "one budget for both directions: the larger is taken"
 _SERVES = "a process does not serve its tiers to others: use a shared tier"
 _NO_FILES = "there is no such client: use the tier object_store with a file:// url"
@@ -91,7 +85,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "instance_num": _to("instances", "number"),
         "instance_id": _to("instance", "number"),
         # Policies
-        "eviction_policy": _to("eviction.policy", "text", "mru and filo are refused: they evict what is likeliest used"),
+        "eviction_policy": _to("eviction.policy", "text", _MRU),
         "evict_start_threshold": _to("eviction.high_watermark", "number"),
         "evict_ratio": _to("eviction.low_watermark", "number", "that much below evict_start_threshold"),
         "slru_protected_threshold": _to("eviction.slru_protected_hits", "number"),
