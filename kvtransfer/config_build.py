@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from kvtransfer.config_check import Field, FieldError, Section, did_you_mean, fields, masked, read, shown
+from kvtransfer.config_check import Field, FieldError, Section, did_you_mean, dotted, fields, masked, read, shown
 from kvtransfer.config_fields import Config
 from kvtransfer.config_sources import PREFIX, SHORTHANDS, Given, Tree
 from kvtransfer.config_tiers import BUILT_IN, OtherOptions, TierOptions, other_kinds
@@ -90,7 +90,7 @@ class Builder:
                 values[key] = self._section(hints[key], self._table(inner, (*path, key)), (*path, key))
         for name, field in known.items():
             if field.required and name not in values:
-                raise ConfigError(f"{_where(tree, path)}: expected {'.'.join((*path, name))}, which has no default")
+                raise ConfigError(f"{_where(tree, path)}: expected {dotted((*path, name))}, which has no default")
         try:
             return section(**values)
         except FieldError as error:
@@ -185,7 +185,7 @@ def _where(inner: Tree | Given | None, path: tuple[str, ...]) -> str:
     first: Tree | Given | None = inner
     while isinstance(first, dict) and first:
         first = next(iter(first.values()))
-    name = ".".join(path)
+    name = dotted(path)
     if isinstance(first, Given):
         return f"{first.source}: {name}" if first.rank == 0 and name else first.source if first.rank else first.where
     return name or "configuration"

@@ -26,7 +26,7 @@ class FieldError(ConfigError):
     """A value of a configuration is wrong. ``path`` names it from the outermost key; ``problem`` says the rest."""
 
     def __init__(self, path: tuple[str, ...], problem: str) -> None:
-        super().__init__(f"{'.'.join(path)}: {problem}")
+        super().__init__(f"{dotted(path)}: {problem}")
         self.path = path
         self.problem = problem
 
@@ -96,6 +96,11 @@ def read(path: tuple[str, ...], value: Any, field: Field, *, text: bool = False)
         choices = [str(v) for kind in field.kinds if isinstance(kind, inspect.LiteralType) for v in kind.values]
         near = did_you_mean(value, choices) if isinstance(value, str) else ""
         raise FieldError(path, f"expected {expected(field)}, got {shown(masked(path, value))}{near}") from error
+
+
+def dotted(path: Iterable[str]) -> str:
+    """A path for a message: on one line, shortened."""
+    return ".".join(name if name.isprintable() else repr(name) for name in path)[:200]
 
 
 def masked(path: tuple[str, ...], value: Any) -> Any:

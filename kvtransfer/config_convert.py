@@ -47,6 +47,7 @@ class Converted:
     def yaml(self) -> str:
         """Our file. What was refused is in it as a comment."""
         lines = [f"# refused: {o.key}: {shown(masked((o.key,), o.value))}: {o.text}" for o in self.refused]
+        lines = ["".join(c if c.isprintable() else "?" for c in line) for line in lines]  # a comment is one line
         body = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
         return "".join(f"{line}\n" for line in lines) + body
 
@@ -161,11 +162,6 @@ class Converter:
         else:
             self._put(key, rule.target, round(high - value, 6), rule.why)
 
-    def _of_evict_start_threshold(self, key: str, value: Any, rule: Rule) -> None:
-        self._put(key, rule.target, value, rule.why)
-        if "evict_ratio" not in self._given:
-            self._place("eviction.low_watermark", value)
-
     def _to_sm_budget(self, key: str, value: Any, rule: Rule) -> None:
         before = self._done.config.get("sm_budget", 0)
         self._put(key, rule.target, max(before, _whole(value)), rule.why)
@@ -198,7 +194,7 @@ class Converter:
             found = json.loads(Path(str(value)).read_bytes())
             options = mooncake_options(found)
         except (OSError, ValueError) as error:  # a ConfigError is a ValueError
-            self._note(key, "refused", f"{value}: expected a readable file of Mooncake Store: {error}")
+            self._note(key, "refused", f"{shown(value)}: expected a readable file of Mooncake Store: {error}")
             return
         self._put(key, rule.target, options, rule.why)
 

@@ -35,12 +35,12 @@ _Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class EvictionOptions(Section, frozen=True, kw_only=True):
-    """Which pages of a full tier go, and when. With both watermarks at 1 only what is needed goes."""
+    """Which pages of a full tier go, and when. Without ``low_watermark`` no more than is needed goes."""
 
     policy: str = "lru"
     slru_protected_hits: Count = 2
     high_watermark: Share = 1.0
-    low_watermark: Share = 1.0
+    low_watermark: Share | None = None
     prune: bool = False
     prune_above: Share = 0.8
     prune_uses: Count = 3
@@ -54,7 +54,7 @@ class EvictionOptions(Section, frozen=True, kw_only=True):
                 f"expected one of {', '.join(EVICTION_POLICIES)}, or package.module:Class, got {shown(self.policy)}"
                 f"{did_you_mean(self.policy, EVICTION_POLICIES)}",
             )
-        if self.low_watermark > self.high_watermark:
+        if self.low_watermark is not None and self.low_watermark > self.high_watermark:
             raise FieldError(
                 ("low_watermark",),
                 f"expected at most high_watermark, {self.high_watermark:g}, got {self.low_watermark:g}",

@@ -17,7 +17,7 @@ from kvtransfer.kernels.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", re.A)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-_NOTHING = (False, 0, "", None)
+_NOTHING = (False, 0, None)
 
 Reading = Literal["flag", "number", "text"]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from kvtransfer.config_check import dotted
 from kvtransfer.kernels.errors import ConfigError
 
 PREFIX = "KVTRANSFER_"
@@ -79,8 +80,7 @@ def from_file(path: Path) -> Tree:
         found = reader(data.decode("utf-8-sig"))
     except RecursionError as error:
         raise ConfigError(f"{path}: expected at most {_MOST_DEPTH} levels, got more") from error
-    except (yaml.YAMLError, ValueError, OverflowError, KeyError, IndexError) as error:
-        # PyYAML lets a KeyError or an IndexError of its own through on some damaged input.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: expected {path.suffix[1:].upper()}, got something else: {_line(error)}") from error
     return from_mapping({} if found is None else found, str(path), 0, f"{path}: ")
 
@@ -101,10 +101,11 @@ def from_environment(environment: Mapping[str, str]) -> Tree:
         skipped = variable == CONFIG_VARIABLE or variable in OTHER_VARIABLES or _SERVICE_LINK.fullmatch(variable)
         if not variable.startswith(PREFIX) or skipped or not text.strip():
             continue
+        name = dotted([variable])
         path = tuple(variable.removeprefix(PREFIX).lower().split("__"))
         if len(path) > _MOST_DEPTH:
-            raise ConfigError(f"{variable[:80]}...: expected at most {_MOST_DEPTH} levels, got {len(path)}")
-        tree = merge(tree, _placed(path, Given(text, variable, variable, 1, text=True)))
+            raise ConfigError(f"{name}: expected at most {_MOST_DEPTH} levels, got {len(path)}")
+        tree = merge(tree, _placed(path, Given(text, name, name, 1, text=True)))
     return _spelled_out(tree)
 
 
@@ -112,7 +113,7 @@ def from_mapping(found: Any, source: str, rank: int, where: str) -> Tree:
     """The tree of nested mappings. Raises ConfigError where a key is no name, or it is nested too deep."""
 
     def grow(value: Any, path: tuple[str, ...]) -> Tree | Given:
-        place = f"{where}{'.'.join(path)}"
+        place = f"{where}{dotted(path)}"
         if not isinstance(value, Mapping):
             return Given(value, source, place, rank)
         if len(path) > _MOST_DEPTH:
@@ -151,7 +152,7 @@ def merge(low: Tree, high: Tree) -> Tree:
 
 
 def read_yaml(text: str) -> Any:
-    """YAML of one document, without anchors; a key given twice raises yaml.YAMLError."""
+    """YAML of one document, without anchors and tags; a key given twice raises yaml.YAMLError."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -170,11 +171,14 @@ def read_json(text: str) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what a configuration doesn't need and an attacker likes: aliases. Refuses keys given twice."""
+    """Refuses what a configuration doesn't need and an attacker likes, and keys given twice."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError(f"anchors and aliases are not taken (line {self.line + 1})")
+        loader: Any = self
+        if getattr(loader.peek_event(), "tag", None) is not None:  # PyYAML's errors for bad ones are of all kinds
+            raise yaml.YAMLError(f"tags are not taken (line {self.line + 1})")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
