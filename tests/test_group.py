@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,13 @@ def test_a_failure_to_report_is_told() -> None:
         agreed = group.minimum("hits", 3, broken)
     assert agreed.value == (0, 0, 0) and agreed.failures == {0: "OSError: disk on fire"}
     assert told == [("group.failed", {"kind": "hits", "rank": 0, "why": "OSError: disk on fire"})]
+
+
+def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "ranks.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    exec(code.replace("/tmp/kvtransfer-ranks", str(tmp_path / "store")), {})
+    assert capsys.readouterr().out == "12 8\n"
 
 
 def test_bad_arguments() -> None:
