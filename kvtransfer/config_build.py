@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
@@ -84,8 +85,7 @@ class Builder:
             if key in made:
                 continue
             if key in fields(section):
-                if not (isinstance(inner, Given) and inner.value is None and fields(section)[key].default is None):
-                    values[key] = self._leaf((*path, key), inner, fields(section)[key])
+                values[key] = self._leaf((*path, key), inner, fields(section)[key])
             else:
                 values[key] = self._section(hints[key], self._table(inner, (*path, key)), (*path, key))
         for name, field in known.items():
@@ -116,12 +116,16 @@ class Builder:
         if isinstance(inner, dict):
             plain = self._plain(inner, path)
             return self._read(path, Given(plain, "", _where(inner, path), 0), field)
-        value = self._read(path, inner, field)
-        self.sources[".".join(path)] = inner.source
-        for other in inner.over:
-            if (was := self._read(path, other, field)) != value:
+        return self._taken(path, inner, lambda given: self._read(path, given, field))
+
+    def _taken(self, path: tuple[str, ...], given: Given, reading: Callable[[Given], Any]) -> Any:
+        """What is given, noted; a warning for all that it goes before and that disagrees."""
+        value = reading(given)
+        self.sources[".".join(path)] = given.source
+        for other in given.over:
+            if (was := reading(other)) != value:
                 told = [shown(masked(path, one)) for one in (value, was)]
-                self.warn(f"{inner.where}: {told[0]} is taken, not {told[1]} of {other.where}")
+                self.warn(f"{given.where}: {told[0]} is taken, not {told[1]} of {other.where}")
         return value
 
     def _read(self, path: tuple[str, ...], given: Given, field: Field) -> Any:
@@ -134,11 +138,7 @@ class Builder:
         """Nested values as they were given. ``guess``: text of the environment is read as JSON where it is that."""
         if isinstance(inner, dict):
             return {key: self._plain(value, (*path, key), guess=guess) for key, value in inner.items()}
-        self.sources[".".join(path)] = inner.source
-        if guess and inner.text:
-            with suppress(ValueError, RecursionError):
-                return json.loads(inner.value)
-        return inner.value
+        return self._taken(path, inner, _guessed if guess else lambda given: given.value)
 
     def _table(self, inner: Tree | Given, path: tuple[str, ...]) -> Tree:
         """A section; one of which nothing is said is empty."""
@@ -162,6 +162,13 @@ class Builder:
         if elsewhere and not near:
             near = f"; did you mean {elsewhere[0]!r}?"
         return ConfigError(f"{_where(inner, (*path, key))}: expected one of {', '.join(names)}, got {shown(key)}{near}")
+
+
+def _guessed(given: Given) -> Any:
+    if given.text:
+        with suppress(ValueError, RecursionError):
+            return json.loads(given.value)
+    return given.value
 
 
 def variable_of(path: tuple[str, ...]) -> str:

@@ -94,6 +94,30 @@ def test_a_short_form_and_the_long_one_that_disagree(tmp_path: Path) -> None:
     assert len(found.warnings) == 1 and "tiers.host.cache_gb: 17.0 is taken, not 16.0 of" in found.warnings[0]
 
 
+def test_none_is_a_value_too(tmp_path: Path) -> None:
+    found = read(tmp_path, "host_cache_gb: 16", host_cache_gb=None)
+    assert found.config.host.cache_gb is None
+    assert len(found.warnings) == 1 and "None is taken, not 16.0 of" in found.warnings[0]
+    assert "deadline_s: expected a number" in error(tmp_path, "deadline_s:")
+
+
+def test_options_of_a_client_that_disagree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtransfer.config_build.other_kinds", lambda: ["shelf"])
+    text = "tiers: {shelf: {boards: 3, colour: red}, object_store: {url: u, options: {region: x, secret_key: a}}}"
+    environment = {
+        "KVTRANSFER_TIERS__SHELF__BOARDS": "3",
+        "KVTRANSFER_TIERS__SHELF__COLOUR": "blue",
+        "KVTRANSFER_TIERS__OBJECT_STORE__OPTIONS__REGION": "y",
+        "KVTRANSFER_TIERS__OBJECT_STORE__OPTIONS__SECRET_KEY": "b",
+    }
+    warned = sorted(text.split(" of ")[0] for text in read(tmp_path, text, environment=environment).warnings)
+    assert warned == [
+        "KVTRANSFER_TIERS__OBJECT_STORE__OPTIONS__REGION: 'y' is taken, not 'x'",
+        "KVTRANSFER_TIERS__OBJECT_STORE__OPTIONS__SECRET_KEY: '***' is taken, not '***'",
+        "KVTRANSFER_TIERS__SHELF__COLOUR: 'blue' is taken, not 'red'",
+    ]
+
+
 def test_a_size_said_in_another_way_by_who_goes_before(tmp_path: Path) -> None:
     found = read(tmp_path, "host_cache_gb: 16", environment={"KVTRANSFER_TIERS__HOST__PAGES": "100"})
     assert (found.config.host.pages, found.config.host.cache_gb) == (100, None)
