@@ -81,7 +81,7 @@ class WorkerTier(Tier, ABC):
         self.registered = RegisteredMemory(name)
         self.health = Health(name, self.do_probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
         self._job_pages = job_pages
-        self._jobs: queue.SimpleQueue[tuple[Batch, range] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Batch, range] | Callable[[], object] | None] = queue.SimpleQueue()
         self._aborted = False
         self._ending = threading.Lock()
         self._workers = self._at_work = workers
@@ -140,6 +140,10 @@ class WorkerTier(Tier, ABC):
 
     def do_close(self) -> None:
         """Let go of the client. Called once, when no job runs."""
+
+    def soon(self, chore: Callable[[], object]) -> None:
+        """Run ``chore`` on a worker, behind what is queued, if the store answers then. It may raise as ``do_...`` may."""
+        self._jobs.put(chore)
 
     # --- the verbs
 
@@ -234,6 +238,9 @@ class WorkerTier(Tier, ABC):
     def _work(self) -> None:
         self.book.own_thread()
         while (item := self._jobs.get()) is not None:
+            if callable(item):
+                call_subscriber(functools.partial(self._chore, item))
+                continue
             batch, positions = item
             if not self.health.up:
                 self._refuse(batch, positions)
@@ -246,6 +253,16 @@ class WorkerTier(Tier, ABC):
             last = self._at_work == 0
         if last:
             self.do_close()
+
+    def _chore(self, chore: Callable[[], object]) -> None:
+        if self.health.up and not self.book.closing:
+            try:
+                with self.health.watching():
+                    chore()
+            except (UnavailableError, OSError) as error:
+                self.health.failed(error)
+            except KVTransferError:
+                pass  # no page's outcome hangs on it
 
     def _run(self, job: Job) -> None:
         """Every page of the job gets its outcome, whatever the subclass does."""
