@@ -99,3 +99,45 @@ def start_redis(folder: Path, *options: str, binary: str | None = None) -> tuple
 def python(*arguments: str) -> list[str]:
     """A command line of this interpreter."""
     return [sys.executable, *arguments]
+
+
+class Mooncake:
+    """A master and one process that owns a segment. The master's log is in ``folder``."""
+
+    def __init__(self, folder: Path, segment_mib: int = 64, lease_ms: int = 1000) -> None:
+        binary = Path(sys.executable).with_name("mooncake_master")
+        if not binary.exists():
+            pytest.skip("needs the package mooncake-transfer-engine or mooncake-transfer-engine-non-cuda")
+        self.port = free_port()
+        self._segment_mib = segment_mib
+        self._folder = folder
+        self.master = Server(
+            [
+                str(binary),
+                "-rpc_address=127.0.0.1",
+                f"-rpc_port={self.port}",
+                "-metrics_host=127.0.0.1",
+                f"-metrics_port={free_port()}",
+                f"-default_kv_lease_ttl={lease_ms}",
+                "-client_ttl=2",
+            ],
+            lambda: answers(self.port),
+            folder / "master.log",
+        )
+        self.provider = self.make_provider()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def make_provider(self) -> Server:
+        """Another process that owns a segment."""
+        log = self._folder / f"provider-{free_port()}.log"
+        script = str(Path(__file__).with_name("mooncake_provider.py"))
+        return Server(
+            python(script, str(self.port), str(self._segment_mib)), lambda: "provider: 0" in log.read_text(), log
+        )
+
+    def kill(self) -> None:
+        self.provider.kill()
+        self.master.kill()

@@ -111,10 +111,12 @@ class WorkerTier(Tier, ABC):
     def do_remove(self, job: Job) -> Outcomes:
         """Forget each key: OK or MISS."""
 
-    def do_set_aside(self, job: Job) -> None:
-        """These pages do not verify: never hand them out again, and let their keys be put anew. Removes them."""
-        for _ in self.do_remove(job):
-            pass
+    def do_set_aside(self, job: Job) -> Outcomes:
+        """These pages do not verify: never hand them out again, and let their keys be put anew. Removes them.
+
+        MISS for one that was gone already: it was removed or evicted while it was read.
+        """
+        return self.do_remove(job)
 
     def do_pin(self, job: Job) -> Outcomes:
         """Protect each key; `pins` is brought up to date behind this call. Unless overridden: it can't be done."""
@@ -142,7 +144,7 @@ class WorkerTier(Tier, ABC):
         """Let go of the client. Called once, when no job runs."""
 
     def soon(self, chore: Callable[[], object]) -> None:
-        """Run ``chore`` on a worker, behind what is queued, if the store answers then. It may raise as ``do_...`` may."""
+        """Run ``chore`` on a worker behind what is queued, if the store answers then. May raise what ``do_...`` may."""
         self._jobs.put(chore)
 
     # --- the verbs
@@ -308,12 +310,15 @@ class WorkerTier(Tier, ABC):
                 rotten.append(checked)
             else:
                 yield checked
+        if not rotten:
+            return
         failure: BaseException | None = None
-        if rotten:
-            try:
-                self.do_set_aside(job.only([outcome.at for outcome in rotten]))
-            except (TierError, OSError) as error:
-                failure = error
+        try:
+            for at, status, _, _ in self.do_set_aside(job.only([outcome.at for outcome in rotten])):
+                if status is PageStatus.MISS:
+                    rotten[at] = rotten[at]._replace(status=PageStatus.MISS)
+        except (TierError, OSError) as error:
+            failure = error
         yield from rotten
         if failure is not None:
             raise failure
