@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,3 +143,40 @@ class Mooncake:
     def kill(self) -> None:
         self.provider.kill()
         self.master.kill()
+
+
+class Moto:
+    """A server that speaks S3, with one bucket, "bucket". What it holds is lost with it."""
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("moto.server", reason="needs the package moto[server]")
+        self.port = free_port()
+        self._server = Server(
+            python("-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)),
+            lambda: answers(self.port),
+            folder / "moto.log",
+        )
+        self._make_bucket()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For an object store's client."""
+        return {
+            "endpoint": f"http://127.0.0.1:{self.port}",
+            "access_key_id": "a",
+            "secret_access_key": "b",
+            "region": "us-east-1",
+            "virtual_hosted_style_request": False,
+        }
+
+    def _make_bucket(self) -> None:
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}/bucket", method="PUT")
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            assert answer.status == 200
+
+    def kill(self) -> None:
+        self._server.kill()
+
+    def start(self) -> None:
+        self._server.start()
+        self._make_bucket()
