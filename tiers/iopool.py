@@ -94,9 +94,9 @@ class PoolEngine:
         for _ in range(MAX_TRIES):  # from the start again: the rest of a short one may not be aligned
             try:
                 if transfer.write:
-                    moved = os.pwritev(fd, [payload, trailer], start)
+                    moved = os.pwritev(fd, [payload.data, trailer.data], start)
                 else:
-                    moved = os.preadv(fd, [payload, trailer], start)
+                    moved = os.preadv(fd, [payload.data, trailer.data], start)
             except OSError as error:
                 code = error.errno or errno.EIO
                 if code not in RETRIED:

@@ -85,7 +85,9 @@ def recover(storage: Storage, folder: str, set_id: bytes) -> Recovered:
     """Read everything. Raises OSError only: damage is counted."""
     names = storage.list_folder(folder)
     journals = sorted(
-        (int(name[len(_PREFIX) :]), name) for name in names if name.startswith(_PREFIX) and name[len(_PREFIX) :].isdigit()
+        (int(name[len(_PREFIX) :]), name)
+        for name in names
+        if name.startswith(_PREFIX) and name[len(_PREFIX) :].isdigit()
     )
     out = Recovered(np.zeros(0, dtype=ENTRY))
     parts: list[NDArray[Any]] = []
@@ -196,9 +198,8 @@ class Journal:
     def start_next(self) -> int:
         """Append to a fresh file from now on; returns its generation, for `snapshot`. Raises OSError: nothing changed.
 
-        The old file is synced first, so that no later change survives a crash without it.
+        What the old file says that was not synced is in the snapshot that follows.
         """
-        self.sync()
         generation = self._generation + 1
         name = f"{_PREFIX}{generation:08d}"
         if name in self._storage.list_folder(self._folder):

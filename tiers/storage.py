@@ -200,13 +200,16 @@ class FileStorage:
 
     def submit(self, transfer: Transfer) -> None:
         numbers = {file: self._files[file].engine_file for file in set(transfer.files)}
-        self._engine.submit(_OnEngine(transfer, [_slab(numbers[file]) for file in transfer.files], self._note_unaligned))
+        self._engine.submit(
+            _OnEngine(transfer, [_slab(numbers[file]) for file in transfer.files], self._note_unaligned)
+        )
 
     def _note_unaligned(self) -> None:
         if not self._told_unaligned:
             self._told_unaligned = True
             self._observer.fell_back(
-                "aligned buffers", f"{self._name}: memory that does not begin at a multiple of 4,096 is copied on the way"
+                "aligned buffers",
+                f"{self._name}: memory that does not begin at a multiple of 4,096 is copied on the way",
             )
 
     def register(self, memory: NDArray[np.uint8], step_bytes: int) -> bool:

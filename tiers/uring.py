@@ -172,7 +172,7 @@ class Ring:
     def take(self) -> NDArray[Any]:
         """All completions that are there, as a copy (CQE)."""
         head, count = int(self._cq_head[0]), self.ready()
-        taken = self._cqes[(head + np.arange(count)) & self._cq_mask]
+        taken: NDArray[Any] = self._cqes[(head + np.arange(count)) & self._cq_mask]
         self._cq_head[0] = (head + count) & 0xFFFFFFFF
         return taken
 

@@ -246,7 +246,7 @@ class UringEngine:
             return np.zeros(where.shape, dtype=np.uint16), np.zeros(len(where), dtype=np.bool_)
         at = np.searchsorted(self._starts, where, side="right") - 1
         inside = (at >= 0) & (where + sizes <= self._stops[at])
-        return self._places[at], inside.all(axis=1)
+        return self._places[at], np.logical_and(inside[:, 0], inside[:, 1])
 
     def _reap(self, ring: Ring) -> dict[int, tuple[Transfer, list[int], list[int]]]:
         """What is done, by transfer. Short and interrupted ones are sent again."""
