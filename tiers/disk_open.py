@@ -85,7 +85,7 @@ class DiskPlan:
         wanted = self.file_bytes
         if wanted is None:
             wanted = min(_MAX_FILE_BYTES, max(_MIN_FILE_BYTES, self.slots() * self.record_bytes // 64))
-        return max(1, min(wanted // self.record_bytes, self.slots()))
+        return max(1, min(wanted // self.record_bytes, -(-self.slots() // len(split_paths(self.paths)))))
 
 
 @dataclass

@@ -73,17 +73,16 @@ class DiskRoom:
         return len(slots) == count
 
     def _grow(self) -> bool:
-        """Make one more slab, if there may be one and nobody else just did."""
+        """Make more slabs, if there may be some and nobody else just did."""
         with self._growing:
             with self._lock:
                 if self._table.free_slots:
                     return True
             made = self._slabs.grow()
-            if made is None:
-                return False
             with self._lock:
-                self._table.add_file(made.number, made.path, made.slots)
-            return True
+                for slab in made:
+                    self._table.add_file(slab.number, slab.path, slab.slots)
+            return bool(made)
 
     # --- for the cleaner
 

@@ -73,29 +73,28 @@ class SlabFiles:
             raise CapacityError(f"disk: expected room for a record of {self._record_bytes} bytes, got none: {why}")
         return fits, why
 
-    def grow(self) -> SlabFile | None:
-        """One more slab, on the path that has the fewest; None where no more are allowed or fit. Raises OSError."""
-        missing = min(self._slots_per_file, self.max_slots - self.total_slots)
-        if missing < 1:
-            return None
-        number = next(n for n in itertools.count() if n not in self.files and n not in self._stuck)
+    def grow(self) -> list[SlabFile]:
+        """One more slab on each path, as far as more are allowed and fit; fewest first. Raises OSError if none could be
+        made where there is room."""
+        made: list[SlabFile] = []
         error: OSError | None = None
         counts = [sum(f.path == path for f in self.files.values()) for path in range(len(self._folders))]
         for path in sorted(range(len(self._folders)), key=counts.__getitem__):
-            if self.overfull_bytes(path, missing * self._record_bytes) > 0:
+            slots = min(self._slots_per_file, self.max_slots - self.total_slots)
+            if slots < 1 or self.overfull_bytes(path, slots * self._record_bytes) > 0:
                 continue
+            number = next(n for n in itertools.count() if n not in self.files and n not in self._stuck)
             name = os.path.join(self._folders[path], f"{_PREFIX}{number:06d}")
             try:
-                file = self._storage.create(name, missing * self._record_bytes, slab=True)
+                file = self._storage.create(name, slots * self._record_bytes, slab=True)
             except OSError as failure:
                 error = failure
                 continue
-            made = SlabFile(number, file, path, missing)
-            self.files[number] = made
-            return made
-        if error is not None:
+            self.files[number] = SlabFile(number, file, path, slots)
+            made.append(self.files[number])
+        if error is not None and not made:
             raise error
-        return None
+        return made
 
     def overfull_bytes(self, path: int, more_bytes: int = 0) -> int:
         """By how much the path's file system is over the limit, with ``more_bytes``; negative: below."""
