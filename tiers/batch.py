@@ -43,6 +43,7 @@ class Batch(TierHandle):
     ttl_s      of a pin
     deadline   `time.monotonic` after which waiting pages are CANCELLED, or None
     moved_bytes  read or written for it so far
+    on_cancel  what the tier wants called after a cancel, to stop what is begun; None for nothing
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Batch(TierHandle):
         self.buffers = buffers
         self.ttl_s = ttl_s
         self.moved_bytes = 0
+        self.on_cancel: Callable[[], object] | None = None
         self._book = book
         self._changed = threading.Condition()
         self.deadline = None if deadline_s is None else time.monotonic() + deadline_s
@@ -208,7 +210,10 @@ class Batch(TierHandle):
         """`cancel`; returns how many pages that made CANCELLED."""
         with self._changed:
             self._cancelled = True
-        return self._drop_waiting()
+        dropped = self._drop_waiting()
+        if self.on_cancel is not None and self._result is None:
+            self.on_cancel()
+        return dropped
 
     def expire(self) -> None:
         """If the deadline has passed, CANCELLED for what waits."""

@@ -37,6 +37,7 @@ _ANY_VERB = {
     PageStatus.ERROR: "errors",
     PageStatus.CANCELLED: "cancelled",
 }
+_ZEROS = dict.fromkeys([*_COUNTERS.values(), *_ANY_VERB.values(), "bytes_read", "bytes_written", "dropped"], 0)
 
 
 class BatchBook:
@@ -114,9 +115,9 @@ class BatchBook:
             self._counters[counter] += by
 
     def counters(self) -> dict[str, int]:
-        """Running totals by name: pages by outcome, bytes_read and bytes_written."""
+        """Running totals by name: pages by outcome, bytes_read and bytes_written, pages dropped at the close."""
         with self._changed:
-            return dict(self._counters)
+            return {**_ZEROS, **self._counters}
 
     def own_thread(self) -> None:
         """The calling thread works for the tier: `Batch.result` refuses to wait on it for what is not done."""

@@ -20,14 +20,20 @@ from kvtransfer.tiers.worker_tier import WorkerTier
 
 
 class MemoryTier(WorkerTier):
-    """Holds at most ``capacity_bytes`` of payloads and trailers. Thread-safe. Copies in and out on ``workers`` threads."""
+    """Holds at most ``capacity_bytes`` of payloads and trailers. Thread-safe. ``workers`` threads copy in and out."""
 
     def __init__(
-        self, capacity_bytes: int, *, name: str = "memory", workers: int = 1, observer: Observer = NO_OBSERVER
+        self,
+        capacity_bytes: int,
+        *,
+        name: str = "memory",
+        workers: int = 1,
+        timeout_s: float = 5.0,
+        observer: Observer = NO_OBSERVER,
     ) -> None:
         if capacity_bytes < 0:
             raise ConfigError(f"{name}: capacity_bytes: expected 0 or more, got {capacity_bytes}")
-        super().__init__(name, shared=False, workers=workers, observer=observer)
+        super().__init__(name, shared=False, workers=workers, timeout_s=timeout_s, observer=observer)
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._pages: OrderedDict[bytes, NDArray[np.uint8]] = OrderedDict()  # least recently used first
@@ -75,7 +81,12 @@ class MemoryTier(WorkerTier):
             yield Outcome(at, PageStatus.MISS if record is None else PageStatus.OK)
 
     def do_pin(self, job: Job) -> Outcomes:
-        return self.do_lookup(job)
+        for at, key in enumerate(job.keys):
+            with self._lock:  # not between the look and an eviction
+                there = key in self._pages
+                if there:
+                    self.pins.pin(key, job.ttl_s)
+            yield Outcome(at, PageStatus.OK if there else PageStatus.MISS)
 
     def do_usage(self) -> tuple[int, int, int]:
         with self._lock:

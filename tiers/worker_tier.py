@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,7 +196,7 @@ class WorkerTier(Tier, ABC):
         finally:
             self._end(join_s)
 
-    def __enter__(self) -> WorkerTier:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
