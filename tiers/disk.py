@@ -44,7 +44,8 @@ class DiskTier:
         paths: folders, as a sequence or in one string with ``;`` between them; slabs are spread over all. All processes of
             a host may be given the same ones: each makes a sub-folder of its own (disk_folder.py) and finds it again.
         spec: of the records of this process (its share of layers and heads).
-        namespace: content namespace of the records (keys.py). Another one never hits.
+        namespace: of the model served (keys.py): names the folder, so that another model's records are never met. Records of
+            the model's adapters may lie in it: their stored keys differ.
         capacity_bytes: of everything that is kept, records, trailers, journals; of all ``owners`` processes together. A
             process takes its share and says how much that is.
         capacity_pages: instead: exactly how many records this process may keep; journals come on top.
@@ -126,7 +127,7 @@ class DiskTier:
         self.folders = self._disk.folders
         self.record_bytes = self._disk.record_bytes
         self._table, self._slabs = self._disk.table, self._disk.slabs
-        self._check = QuickCheck(spec.page_bytes, self._disk.trailer_bytes, plan.namespace)
+        self._check = QuickCheck(spec.page_bytes, self._disk.trailer_bytes)
         self._book = BatchBook(name, observer)
         self._book.count("recovered", len(self._table))
         self._book.count("journal_damaged", self._disk.damaged)
@@ -166,17 +167,19 @@ class DiskTier:
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, deadline_s: float | None = None
     ) -> TierHandle:
-        self._require_fit(buffers)
         batch = self._book.open("get", keys, buffers, deadline_s=deadline_s)
+        unfit = self._unfit(buffers)
+        asked = [at for at in range(len(keys)) if at not in unfit]
         with self._lock:
-            slots = self._table.begin_read(keys)
-            there = [at for at, slot in enumerate(slots) if slot >= 0]
+            slots = dict(zip(asked, self._table.begin_read([keys[at] for at in asked]), strict=True))
+            there = [at for at, slot in slots.items() if slot >= 0]
             where = self._where([slots[at] for at in there])
         if len(there) < len(keys):
-            batch.settle_many((at, PageStatus.MISS, None) for at, slot in enumerate(slots) if slot < 0)
+            outcomes: list[Outcome] = [(at, PageStatus.MISS, None) for at, slot in slots.items() if slot < 0]
+            batch.settle_many(outcomes + [(at, PageStatus.ERROR, error) for at, error in unfit.items()])
         if there:
             transfer = ReadTransfer(
-                batch, there, [slots[at] for at in there], where,
+                batch, there, [slots[at] for at in there], where, buffers,
                 check=self._check, dropped=self._unread, ended=self._read_ended,
             )  # fmt: skip
             self._submit(transfer)
@@ -185,15 +188,15 @@ class DiskTier:
     def put_from(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, deadline_s: float | None = None
     ) -> TierHandle:
-        self._require_fit(buffers)
         batch = self._book.open("put", keys, buffers, deadline_s=deadline_s)
         with self._lock:
             there = self._table.find(keys)
             self._table.touch([key for key, slot in zip(keys, there, strict=True) if slot >= 0], self._clock())
         outcomes: list[Outcome] = []
         wanted: list[int] = []
+        unfit = self._unfit(buffers)
         for at, (key, buffer, slot) in enumerate(zip(keys, buffers, there, strict=True)):
-            wrong = self._check.sealed(key, buffer)
+            wrong = unfit[at] if at in unfit else self._check.sealed(key, buffer)
             if wrong is not None:
                 outcomes.append((at, PageStatus.ERROR, wrong))
             elif slot >= 0:
@@ -210,6 +213,7 @@ class DiskTier:
                 wanted[: len(slots)],
                 slots,
                 self._where(slots),
+                buffers,
                 dropped=self._unwritten,
                 written=self._log.written,
             )
@@ -330,14 +334,17 @@ class DiskTier:
             for memory in self._registered.regions():
                 self._registered.remove(memory)
 
-    def _require_fit(self, buffers: Sequence[RecordBuffer]) -> None:
+    def _unfit(self, buffers: Sequence[RecordBuffer]) -> dict[int, LayoutError]:
+        """Buffers that no record of this tier fits, by position."""
         payload, trailer = self._disk.slot_bytes, self._disk.trailer_bytes
-        for at, buffer in enumerate(buffers):
-            if buffer.payload.size != payload or buffer.trailer.size != trailer:
-                raise LayoutError(
-                    f"{self.name}: buffers[{at}]: expected a payload of {payload} bytes and a trailer of {trailer}, "
-                    f"got {buffer.payload.size} and {buffer.trailer.size}"
-                )
+        return {
+            at: LayoutError(
+                f"{self.name}: buffers[{at}]: expected a payload of {payload} bytes and a trailer of {trailer}, "
+                f"got {buffer.payload.size} and {buffer.trailer.size}"
+            )
+            for at, buffer in enumerate(buffers)
+            if buffer.payload.size != payload or buffer.trailer.size != trailer
+        }
 
     def _where(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
         """The storage's file and the offset of each slot."""

@@ -9,21 +9,23 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvtransfer.kernels.errors import CapacityError, TierError
+from kvtransfer.kernels.errors import CapacityError, RecordError, TierError
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.batch import Batch
-from kvtransfer.tiers.io import Transfer
+from kvtransfer.tiers.io import SHORT, Transfer
 from kvtransfer.tiers.quick_check import QuickCheck
 
 Outcome = tuple[int, PageStatus, BaseException | None]
+_CUT = RecordError("record: expected all of it, got a slab that ends before: it was cut")
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class BatchTransfer(Transfer):
     """Some pages of a batch, each in a slot.
 
-    ``positions``, ``slots``: of each record, its place in the batch and on the disk. ``where`` gives the storage's files and
-    the offsets of slots.
+    positions, slots  of each record: its place in the batch, and on the disk
+    where             the storage's file and the offset of each slot
+    buffers           those of the whole batch
     """
 
     def __init__(
@@ -32,12 +34,14 @@ class BatchTransfer(Transfer):
         positions: Sequence[int],
         slots: Sequence[int],
         where: tuple[list[int], list[int]],
+        buffers: Sequence[RecordBuffer],
         *,
         write: bool,
         dropped: Callable[[list[int]], None],
     ) -> None:
-        buffers: list[RecordBuffer] = [batch.buffers[p] for p in positions]
-        super().__init__(write=write, files=where[0], offsets=np.array(where[1], dtype=np.int64), buffers=buffers)
+        # not the batch's own: it lets go of them when a deadline ends it before this transfer has begun
+        mine = [buffers[p] for p in positions]
+        super().__init__(write=write, files=where[0], offsets=np.array(where[1], dtype=np.int64), buffers=mine)
         self.batch = batch
         self.positions = list(positions)
         self.slots = list(slots)
@@ -82,12 +86,13 @@ class ReadTransfer(BatchTransfer):
         positions: Sequence[int],
         slots: Sequence[int],
         where: tuple[list[int], list[int]],
+        buffers: Sequence[RecordBuffer],
         *,
         check: QuickCheck,
         dropped: Callable[[list[int]], None],
         ended: Callable[[ReadTransfer, list[int], list[int], list[int]], list[Outcome]],
     ) -> None:
-        super().__init__(batch, positions, slots, where, write=False, dropped=dropped)
+        super().__init__(batch, positions, slots, where, buffers, write=False, dropped=dropped)
         self._check = check
         self._ended = ended
 
@@ -97,12 +102,12 @@ class ReadTransfer(BatchTransfer):
         outcomes: list[Outcome] = []
         moved = 0
         for at, code in zip(positions, errors, strict=True):
-            if code:
+            if code and code != SHORT:
                 outcomes.append(self.failure(at, code))
                 continue
             place = self.positions[at]
             buffer = self.buffers[at]
-            wrong = self._check.whole(self.batch.keys[place], buffer)
+            wrong = _CUT if code else self._check.whole(self.batch.keys[place], buffer)
             if wrong is None:
                 good.append(at)
                 outcomes.append((place, PageStatus.OK, None))
@@ -123,11 +128,12 @@ class WriteTransfer(BatchTransfer):
         positions: Sequence[int],
         slots: Sequence[int],
         where: tuple[list[int], list[int]],
+        buffers: Sequence[RecordBuffer],
         *,
         dropped: Callable[[list[int]], None],
         written: Callable[[WriteTransfer, list[int]], None],
     ) -> None:
-        super().__init__(batch, positions, slots, where, write=True, dropped=dropped)
+        super().__init__(batch, positions, slots, where, buffers, write=True, dropped=dropped)
         self._written = written
         self._lock = threading.Lock()
         self._left = len(self.positions)

@@ -20,6 +20,7 @@ from kvtransfer.tiers.base import RecordBuffer
 
 MAX_TRIES = 3  # of one read or write that came back short or was told to come again
 RETRIED = frozenset({errno.EAGAIN, errno.EINTR})
+SHORT = errno.ENODATA  # what a transfer is told of a record that was moved in part, however often it was tried
 
 
 class Transfer:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import TierError
-from kvtransfer.tiers.io import MAX_TRIES, RETRIED, Transfer
+from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer
 
 THREADS = 8
 CHUNK = 16  # records a thread takes at a time: enough to be worth a turn of the interpreter lock
@@ -104,5 +104,5 @@ class PoolEngine:
                 continue
             if moved == total:
                 return 0
-            code = errno.EIO
+            code = SHORT
         return code

@@ -27,11 +27,11 @@ _KEEPS_LOCK_BYTES = 64 << 10
 
 
 class QuickCheck:
-    """Checks records of ``payload_bytes``, a trailer of ``trailer_bytes`` and one content namespace."""
+    """Checks records of ``payload_bytes`` with a trailer of ``trailer_bytes``. (A stored key is a digest over the content
+    namespace too: a record under the right key is of the right one.)"""
 
-    def __init__(self, payload_bytes: int, trailer_bytes: int, namespace: bytes) -> None:
+    def __init__(self, payload_bytes: int, trailer_bytes: int) -> None:
         self._payload_bytes = payload_bytes
-        self._namespace = namespace
         self._start = struct.pack("<8sII", MAGIC, FORMAT_VERSION, trailer_bytes)
 
     def sealed(self, key: bytes, buffer: RecordBuffer) -> RecordError | None:
@@ -55,7 +55,6 @@ class QuickCheck:
             head[:16] != self._start
             or not head[16] & _HAS_CHECKSUM
             or head[32:64] != key
-            or head[64:96] != self._namespace
             or payload_bytes != self._payload_bytes
         ):
             return None
@@ -67,7 +66,7 @@ class QuickCheck:
     def _explain(self, key: bytes, buffer: RecordBuffer, *, whole: bool) -> RecordError | None:
         try:
             header = (check_whole if whole else check_sealed)(key, buffer)
-            header.require(namespace=self._namespace, payload_bytes=self._payload_bytes)
+            header.require(payload_bytes=self._payload_bytes)
         except RecordError as error:
             return error
         return None

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import OwnershipError, TierError
-from kvtransfer.tiers.io import Transfer, Usage
+from kvtransfer.tiers.io import SHORT, Transfer, Usage
 
 CrashMode = Literal["drop", "reorder", "tear", "mixed"]
 SECTOR_BYTES = 512
@@ -323,7 +323,7 @@ class SimulatedStorage:
             if not transfer.write:
                 data = np.frombuffer(inode.now, dtype=np.uint8)[offset : offset + buffer.payload.size + buffer.trailer.size]
                 if data.size < buffer.payload.size + buffer.trailer.size:
-                    return errno.EIO  # beyond the end: short, and short is a failure
+                    return SHORT  # beyond the end
                 buffer.payload[:], buffer.trailer[:] = data[: buffer.payload.size], data[buffer.payload.size :]
                 del data
             return 0

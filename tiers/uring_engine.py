@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
-from kvtransfer.tiers.io import MAX_TRIES, RETRIED, Transfer, address
+from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer, address
 from kvtransfer.tiers.uring import FIXED_FILE, READ_FIXED, READV, SQE, WRITE_FIXED, WRITEV, Kernel, Ring
 
 DEPTH = 128  # records in flight: fio's best here was 32, and a quarter of these must outlast 5 ms without the lock
@@ -264,7 +264,7 @@ class UringEngine:
                 ring.push(self._sent[slot, part : part + 1])
                 self._left[slot] += 1
             else:
-                self._error[slot] = -result if result < 0 else errno.EIO
+                self._error[slot] = -result if result < 0 else SHORT
         for slot in dict.fromkeys(slots[self._left[slots] == 0].tolist()):
             entry = self._slots[slot]
             assert entry is not None
