@@ -24,7 +24,6 @@ from kvtransfer.kernels.errors import (
     ConfigError,
     KVTransferError,
     OwnershipError,
-    RecordError,
     TierError,
     UnavailableError,
 )
@@ -35,8 +34,12 @@ from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.pins import PinBook
+from kvtransfer.tiers.quick_check import QuickCheck
+from kvtransfer.tiers.record import padded_bytes
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
-from kvtransfer.tiers.sealed import check_sealed, check_whole
+
+_SETTLE_PAGES = 16  # outcomes are told in groups of this many: it costs a lock each time
+_LENGTH_AT = 120  # where a trailer holds the payload's length (record.py)
 
 
 class WorkerTier(Tier, ABC):
@@ -277,16 +280,17 @@ class WorkerTier(Tier, ABC):
             "pin": self._pin,
         }
         missing: BaseException = TierError(f"{self.name}: {verb}: the tier gave no outcome for this page")
+        known: list[tuple[int, PageStatus, BaseException | None]] = []
+        moved_bytes = 0
         try:
-            outcomes = iter(checked[verb](job))
-            while True:
-                with self.health.watching():
-                    outcome = next(outcomes, None)
-                if outcome is None:
-                    break
-                job.batch.settle(
-                    job.positions[outcome.at], outcome.status, outcome.error, moved_bytes=outcome.moved_bytes
-                )
+            with self.health.watching() as answered:
+                for at, status, error, moved in checked[verb](job):
+                    answered()
+                    known.append((job.positions[at], status, error))
+                    moved_bytes += moved
+                    if len(known) >= _SETTLE_PAGES:
+                        job.batch.settle_many(known, moved_bytes=moved_bytes)
+                        known, moved_bytes = [], 0
         except (UnavailableError, OSError) as error:
             if not self._aborted:
                 self.health.failed(error)
@@ -298,8 +302,10 @@ class WorkerTier(Tier, ABC):
             missing.__cause__ = error
             raise
         finally:
-            status = PageStatus.CANCELLED if self._aborted else PageStatus.ERROR
-            job.batch.settle_many((p, status, missing) for p in job.positions)
+            rest = PageStatus.CANCELLED if self._aborted else PageStatus.ERROR
+            settled = {position for position, _, _ in known}
+            known += [(p, rest, missing) for p in job.positions if p not in settled and job.batch.status_now(p) is None]
+            job.batch.settle_many(known, moved_bytes=moved_bytes)
 
     def _get(self, job: Job) -> Iterator[Outcome]:
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
@@ -324,22 +330,19 @@ class WorkerTier(Tier, ABC):
             raise failure
 
     def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        try:
-            check_whole(job.keys[outcome.at], job.buffers[outcome.at])
-        except RecordError as error:
-            return outcome._replace(status=PageStatus.CORRUPT, error=error)
-        return outcome
+        key, buffer = job.keys[outcome.at], job.buffers[outcome.at]
+        error = _quick(buffer).whole(key, buffer)
+        return outcome if error is None else outcome._replace(status=PageStatus.CORRUPT, error=error)
 
     def _put(self, job: Job) -> Iterator[Outcome]:
         """`do_put` of what is sealed."""
         good: list[int] = []
         for at, (key, buffer) in enumerate(zip(job.keys, job.buffers, strict=True)):
-            try:
-                check_sealed(key, buffer)
-            except RecordError as error:
-                yield Outcome(at, PageStatus.ERROR, error)
-            else:
+            error = _quick(buffer).sealed(key, buffer)
+            if error is None:
                 good.append(at)
+            else:
+                yield Outcome(at, PageStatus.ERROR, error)
         yield from _some(self.do_put, job, good)
 
     def _remove(self, job: Job) -> Iterator[Outcome]:
@@ -380,6 +383,13 @@ class WorkerTier(Tier, ABC):
         for thread in threads:
             if thread is not own:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _quick(buffer: RecordBuffer) -> QuickCheck:
+    """For the length that the record's own trailer says, which is checked with the rest of it."""
+    said = int.from_bytes(buffer.trailer[_LENGTH_AT : _LENGTH_AT + 8].data, "little")
+    fits = padded_bytes(said) == buffer.payload.size
+    return QuickCheck(said if fits else buffer.payload.size, buffer.trailer.size)
 
 
 def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[Outcome]:
