@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvtransfer.kernels.errors import UnavailableError
@@ -19,6 +19,9 @@ from kvtransfer.tiers.base import RecordBuffer
 SHORTEST_REPLY_BYTES = 5
 _IOV_MAX = 1024  # Linux's limit for one sendmsg
 _SCRATCH_BYTES = 1 << 16
+# Further ahead is slower: the server makes all answers before anybody reads the first (measured with 1 MiB: 1.2 GB/s
+# with 8 asked for at once, 0.9 with 32, 0.6 with 128).
+_WINDOW_PAGES, _WINDOW_BYTES = 64, 8 << 20
 
 
 class RespError(Exception):
@@ -52,23 +55,47 @@ class RespSocket:
         else:
             sock.settimeout(timeout_s)
 
-    def fetch(self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer]) -> Iterator[bool | int | RespError]:
+    def fetch(
+        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[bool | int | RespError]:
         """GET each key into its buffer. Yields for each: True; False, there is none; the value's length, where that
-        is not the buffer's (it is undefined then); or the server's error."""
-        self._begin([b"".join(_command(b"GET", key) for key in keys)])
-        for left, buffer in zip(range(len(keys), 0, -1), buffers, strict=True):
-            line = self._line()
-            if line[:1] == b"-":
-                result: bool | int | RespError = RespError(line[1:].decode(errors="replace"))
-            elif (length := int(line[1:])) < 0:
-                result = False
-            elif length != buffer.payload.size + buffer.trailer.size:
-                self._skip(length + 2)
-                result = length
-            else:
-                self._body(buffer, SHORTEST_REPLY_BYTES * (left - 1))
+        is not the buffer's (it is undefined then); or the server's error.
+
+        Keys are asked for in a window that moves with the answers, so that the server always has some to answer.
+        Once ``stop`` is true nothing more is asked for: the iteration ends early.
+        """
+        window = _window(buffers)
+        asked = 0
+        left = 0  # asked for and not answered
+        for at, buffer in enumerate(buffers):
+            if left <= window // 2 and asked < len(keys) and not stop():
+                more = min(window - left, len(keys) - asked)
+                self._begin([b"".join([_command(b"GET", key) for key in keys[asked : asked + more]])])
+                asked += more
+                left += more
+            if at == asked:
+                return
+            left -= 1
+            size = buffer.payload.size + buffer.trailer.size
+            wanted = b"$%d\r\n" % size
+            result: bool | int | RespError
+            if self._have == len(wanted) and self._head.startswith(wanted):  # read ahead, and as expected
+                self._have = 0
+                self._body(buffer, wanted, left)
                 result = True
-            self.in_step = left == 1
+            else:
+                line = self._line()
+                if line[:1] == b"-":
+                    result = RespError(line[1:].decode(errors="replace"))
+                elif (length := int(line[1:])) < 0:
+                    result = False
+                elif length != size:
+                    self._skip(length + 2)
+                    result = length
+                else:
+                    self._body(buffer, wanted, left)
+                    result = True
+            self.in_step = not left
             yield result
 
     def store(
@@ -104,14 +131,20 @@ class RespSocket:
 
     def _begin(self, parts: list[Any]) -> None:
         self.in_step = False
-        if not self._vectored:
-            for part in parts:
-                self._call(self._sock.sendall, part)
-            return
+        try:
+            if self._vectored:
+                self._send(parts)
+            else:
+                for part in parts:
+                    self._sock.sendall(part)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def _send(self, parts: list[Any]) -> None:
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         first = 0
         while first < len(views):
-            sent = self._call(self._sock.sendmsg, views[first : first + _IOV_MAX])
+            sent = self._sock.sendmsg(views[first : first + _IOV_MAX])
             while first < len(views) and sent >= len(views[first]):
                 sent -= len(views[first])
                 first += 1
@@ -134,15 +167,18 @@ class RespSocket:
         self._head[: self._have - count] = self._head[count : self._have]
         self._have -= count
 
-    def _body(self, buffer: RecordBuffer, sure_bytes: int) -> None:
-        """Receive a value, its line end, and ahead as much of the next line as is sure to come."""
-        payload, trailer = buffer.payload.data, buffer.trailer.data
-        early = min(self._have, len(payload))
-        payload[:early] = self._head[:early]
-        self._drop(early)
-        ahead = min(sure_bytes, len(f"${len(payload) + len(trailer)}\r\n"))
+    def _body(self, buffer: RecordBuffer, line: bytes, left: int) -> None:
+        """Receive a value, its line end, and ahead as much as is sure to come of ``left`` more answers, at most as long
+        as ``line``."""
+        payload = buffer.payload.data
+        if self._have:
+            early = min(self._have, len(payload))
+            payload[:early] = self._head[:early]
+            self._drop(early)
+            payload = payload[early:]
+        ahead = min(SHORTEST_REPLY_BYTES * left, len(line))
         rest = bytearray(2 + ahead)
-        self._receive([payload[early:], trailer, memoryview(rest)])
+        self._receive([payload, buffer.trailer.data, memoryview(rest)])
         self._head[:ahead] = rest[2:]
         self._have = ahead
 
@@ -157,30 +193,41 @@ class RespSocket:
 
     def _receive(self, views: list[memoryview]) -> int:
         """Fill all of ``views``. Returns how many bytes that were."""
-        total = sum(map(len, views))
-        left = total
-        views = [view for view in views if len(view)]
-        while views:
+        total = left = sum(map(len, views))
+        while left:
             if self._vectored:
-                got = self._call(self._sock.recvmsg_into, views, 0, socket.MSG_WAITALL)[0]
+                try:
+                    got = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
+                except OSError as error:
+                    raise _broken(error) from error
             else:
-                got = self._call(self._sock.recv_into, views[0])
+                views = [view for view in views if len(view)]
+                try:
+                    got = self._sock.recv_into(views[0])
+                except OSError as error:
+                    raise _broken(error) from error
+            if got == left:
+                break
             if not got:
                 raise UnavailableError(f"the server closed the connection {left} bytes before the end of an answer")
             left -= got
-            while views and got >= len(views[0]):
+            while got >= len(views[0]):
                 got -= len(views.pop(0))
             if got:
                 views[0] = views[0][got:]
         return total
 
-    def _call(self, function: Any, *args: Any) -> Any:
-        try:
-            return function(*args)
-        except (TimeoutError, BlockingIOError) as error:
-            raise UnavailableError("the server gave no answer in time") from error
-        except OSError as error:
-            raise UnavailableError(f"the connection broke: {error}") from error
+
+def _broken(error: OSError) -> UnavailableError:
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return UnavailableError("the server gave no answer in time")
+    return UnavailableError(f"the connection broke: {error}")
+
+
+def _window(buffers: Sequence[RecordBuffer]) -> int:
+    """How many values to ask for ahead."""
+    record_bytes = sum(part.size for part in buffers[0]) if buffers else 1
+    return max(2, min(_WINDOW_PAGES, _WINDOW_BYTES // record_bytes))
 
 
 def _bulk(data: bytes) -> bytes:

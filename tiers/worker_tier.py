@@ -34,12 +34,10 @@ from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.pins import PinBook
-from kvtransfer.tiers.quick_check import QuickCheck
-from kvtransfer.tiers.record import padded_bytes
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
+from kvtransfer.tiers.sealed import sealed_or_error, whole_or_error
 
 _SETTLE_PAGES = 16  # outcomes are told in groups of this many: it costs a lock each time
-_LENGTH_AT = 120  # where a trailer holds the payload's length (record.py)
 
 
 class WorkerTier(Tier, ABC):
@@ -331,14 +329,14 @@ class WorkerTier(Tier, ABC):
 
     def _verified(self, job: Job, outcome: Outcome) -> Outcome:
         key, buffer = job.keys[outcome.at], job.buffers[outcome.at]
-        error = _quick(buffer).whole(key, buffer)
+        error = whole_or_error(key, buffer)
         return outcome if error is None else outcome._replace(status=PageStatus.CORRUPT, error=error)
 
     def _put(self, job: Job) -> Iterator[Outcome]:
         """`do_put` of what is sealed."""
         good: list[int] = []
         for at, (key, buffer) in enumerate(zip(job.keys, job.buffers, strict=True)):
-            error = _quick(buffer).sealed(key, buffer)
+            error = sealed_or_error(key, buffer)
             if error is None:
                 good.append(at)
             else:
@@ -383,13 +381,6 @@ class WorkerTier(Tier, ABC):
         for thread in threads:
             if thread is not own:
                 thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _quick(buffer: RecordBuffer) -> QuickCheck:
-    """For the length that the record's own trailer says, which is checked with the rest of it."""
-    said = int.from_bytes(buffer.trailer[_LENGTH_AT : _LENGTH_AT + 8].data, "little")
-    fits = padded_bytes(said) == buffer.payload.size
-    return QuickCheck(said if fits else buffer.payload.size, buffer.trailer.size)
 
 
 def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[Outcome]:
