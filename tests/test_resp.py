@@ -183,7 +183,7 @@ def test_a_long_fetch_asks_as_it_goes_and_stops_when_told() -> None:
     link, targets, keys = RespSocket(near, 5), buffers(300), [b"k%d" % i for i in range(300)]
     assert list(link.fetch(keys, targets)) == [True] * 300 and link.in_step
     assert all(image(target) == data for target in targets) and asked[0] == 300 and asked[1] <= 64
-    got = []
+    got: list[object] = []
     for answer in link.fetch(keys, targets, lambda: len(got) >= 40):
         got.append(answer)
     assert 40 <= len(got) <= 128 and link.in_step

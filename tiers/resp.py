@@ -13,6 +13,9 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtransfer.kernels.errors import UnavailableError
 from kvtransfer.tiers.base import RecordBuffer
 
@@ -42,9 +45,7 @@ class RespSocket:
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
         self._vectored = not isinstance(sock, ssl.SSLSocket)  # TLS has no scatter/gather
-        self._head = bytearray(64)
-        self._have = 0  # bytes at the front of `_head` that were read ahead
-        self._scratch = bytearray()
+        self._ahead = b""  # read already, and of the next answer
         self.in_step = True
         if self._vectored:
             # The kernel waits for whole pages, with the GIL released once a page, and keeps the time.
@@ -67,7 +68,8 @@ class RespSocket:
         window = _window(buffers)
         asked = 0
         left = 0  # asked for and not answered
-        for at, buffer in enumerate(buffers):
+        size, wanted = -1, b""  # of a value, and the line that says that it comes
+        for at, (payload, trailer) in enumerate(buffers):
             if left <= window // 2 and asked < len(keys) and not stop():
                 more = min(window - left, len(keys) - asked)
                 self._begin([b"".join([_command(b"GET", key) for key in keys[asked : asked + more]])])
@@ -76,13 +78,13 @@ class RespSocket:
             if at == asked:
                 return
             left -= 1
-            size = buffer.payload.size + buffer.trailer.size
-            wanted = b"$%d\r\n" % size
-            result: bool | int | RespError
-            if self._have == len(wanted) and self._head.startswith(wanted):  # read ahead, and as expected
-                self._have = 0
-                self._body(buffer, wanted, left)
-                result = True
+            if payload.size + trailer.size != size:
+                size = payload.size + trailer.size
+                wanted = b"$%d\r\n" % size
+            result: bool | int | RespError = True
+            if self._ahead == wanted:
+                self._ahead = b""
+                self._body(payload, trailer, wanted, left)
             else:
                 line = self._line()
                 if line[:1] == b"-":
@@ -93,8 +95,7 @@ class RespSocket:
                     self._skip(length + 2)
                     result = length
                 else:
-                    self._body(buffer, wanted, left)
-                    result = True
+                    self._body(payload, trailer, wanted, left)
             self.in_step = not left
             yield result
 
@@ -152,70 +153,59 @@ class RespSocket:
                 views[first] = views[first][sent:]
 
     def _line(self) -> bytes:
-        """The next line, without its end. What was read behind it stays in `_head`."""
-        while (end := self._head.find(b"\r\n", 0, self._have)) < 0:
-            if self._have == len(self._head):
-                self._head.extend(bytes(len(self._head)))  # an error message is long
+        """The next line, without its end. What was read behind it stays read ahead."""
+        while b"\r\n" not in self._ahead:
             # A reply is 5 bytes at least, so that many may be waited for; behind them one by one.
-            want = max(SHORTEST_REPLY_BYTES, self._have + 1)
-            self._have += self._receive([memoryview(self._head)[self._have : want]])
-        line = bytes(self._head[:end])
-        self._drop(end + 2)
+            more = bytearray(max(SHORTEST_REPLY_BYTES - len(self._ahead), 1))
+            self._receive([more], len(more))
+            self._ahead += more
+        line, _, self._ahead = self._ahead.partition(b"\r\n")
         return line
 
-    def _drop(self, count: int) -> None:
-        self._head[: self._have - count] = self._head[count : self._have]
-        self._have -= count
-
-    def _body(self, buffer: RecordBuffer, line: bytes, left: int) -> None:
+    def _body(self, payload: NDArray[np.uint8], trailer: NDArray[np.uint8], line: bytes, left: int) -> None:
         """Receive a value, its line end, and ahead as much as is sure to come of ``left`` more answers, at most as long
         as ``line``."""
-        payload = buffer.payload.data
-        if self._have:
-            early = min(self._have, len(payload))
-            payload[:early] = self._head[:early]
-            self._drop(early)
+        if early := len(self._ahead):
+            payload[:early] = np.frombuffer(self._ahead, dtype=np.uint8)
             payload = payload[early:]
-        ahead = min(SHORTEST_REPLY_BYTES * left, len(line))
-        rest = bytearray(2 + ahead)
-        self._receive([payload, buffer.trailer.data, memoryview(rest)])
-        self._head[:ahead] = rest[2:]
-        self._have = ahead
+        rest = bytearray(2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
+        self._receive([payload, trailer, rest], payload.size + trailer.size + len(rest))
+        self._ahead = bytes(rest[2:])
 
     def _skip(self, count: int) -> None:
-        early = min(self._have, count)
-        self._drop(early)
-        count -= early
-        if not self._scratch:
-            self._scratch = bytearray(_SCRATCH_BYTES)
-        while count:
-            count -= self._receive([memoryview(self._scratch)[: min(count, _SCRATCH_BYTES)]])
+        count -= len(self._ahead)
+        self._ahead = self._ahead[count:] if count < 0 else b""
+        while count > 0:
+            scratch = bytearray(min(count, _SCRATCH_BYTES))
+            self._receive([scratch], len(scratch))
+            count -= len(scratch)
 
-    def _receive(self, views: list[memoryview]) -> int:
-        """Fill all of ``views``. Returns how many bytes that were."""
-        total = left = sum(map(len, views))
-        while left:
+    def _receive(self, parts: list[Any], total: int) -> None:
+        """Fill all of ``parts``, ``total`` bytes."""
+        try:
             if self._vectored:
-                try:
-                    got = self._sock.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
-                except OSError as error:
-                    raise _broken(error) from error
+                got = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
             else:
-                views = [view for view in views if len(view)]
-                try:
-                    got = self._sock.recv_into(views[0])
-                except OSError as error:
-                    raise _broken(error) from error
-            if got == left:
-                break
+                got = self._sock.recv_into(parts[0])
+            if got != total:
+                self._receive_rest(parts, got, total)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def _receive_rest(self, parts: list[Any], got: int, total: int) -> None:
+        """Go on after the first ``got`` bytes: over TLS, and where a signal came between."""
+        left = total
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        while True:
             if not got:
                 raise UnavailableError(f"the server closed the connection {left} bytes before the end of an answer")
             left -= got
-            while got >= len(views[0]):
+            while views and got >= len(views[0]):
                 got -= len(views.pop(0))
-            if got:
-                views[0] = views[0][got:]
-        return total
+            if not left:
+                return
+            views[0] = views[0][got:]
+            got = self._sock.recvmsg_into(views)[0] if self._vectored else self._sock.recv_into(views[0])
 
 
 def _broken(error: OSError) -> UnavailableError:

@@ -53,8 +53,8 @@ def whole_or_error(key: bytes, buffer: RecordBuffer) -> RecordError | None:
     told = _sealed_payload(key, buffer)
     if told is not None:
         length, checksum = told
-        payload = buffer[0].data
-        if payload_checksum(payload if length == len(payload) else payload[:length]) == checksum:
+        payload = buffer[0]
+        if payload_checksum(payload if length == payload.size else payload[:length]) == checksum:
             return None
     return _explained(key, buffer, whole=True)
 

@@ -50,7 +50,9 @@ class WorkerTier(Tier, ABC):
     Args:
         name, shared: see `Tier`.
         workers: threads that run jobs.
-        job_pages: most pages in one job; a batch is spread over all workers where it is long enough.
+        job_pages: most pages in one job.
+        spread: cut a batch so that every worker has a part of it. Else it is cut by ``job_pages`` alone: for a client
+            that does many pages at once by itself.
         timeout_s: a ``do_...`` call that yields nothing for so long means that the store has stalled.
         needs_registration: buffers must lie in memory that `register` was told of.
     """
@@ -64,6 +66,7 @@ class WorkerTier(Tier, ABC):
         shared: bool,
         workers: int = 1,
         job_pages: int = 32,
+        spread: bool = True,
         timeout_s: float = 5.0,
         needs_registration: bool = False,
         observer: Observer = NO_OBSERVER,
@@ -81,7 +84,7 @@ class WorkerTier(Tier, ABC):
         self.pins = PinBook()
         self.registered = RegisteredMemory(name)
         self.health = Health(name, self.do_probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
-        self._job_pages = job_pages
+        self._job_pages, self._spread = job_pages, spread
         self._jobs: queue.SimpleQueue[tuple[Batch, range] | Callable[[], object] | None] = queue.SimpleQueue()
         self._aborted = False
         self._ending = threading.Lock()
@@ -222,7 +225,7 @@ class WorkerTier(Tier, ABC):
             self._refuse(batch, range(len(batch.keys)))
             return batch
         pages = len(batch.keys)
-        step = max(1, min(self._job_pages, -(-pages // self._workers)))
+        step = max(1, min(self._job_pages, -(-pages // self._workers) if self._spread else pages))
         for start in range(0, pages, step):
             self._jobs.put((batch, range(start, min(start + step, pages))))
         return batch
