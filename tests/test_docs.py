@@ -82,10 +82,11 @@ def test_transformers_page() -> None:
 
 
 def test_tiers_page(capsys: Any) -> None:
-    first, redis, mooncake, objects, faulty = python_blocks("docs/tiers.md")
-    for block in (first, faulty):
+    first, redis, mooncake, objects, movement, faulty = python_blocks("docs/tiers.md")
+    for block in (first, movement, faulty):
         exec(block, {})
-    assert "MISS" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "MISS" in told and "0 pages to load" in told
     for block in (redis, mooncake, objects):  # these need servers: their settings are real ones at least
         for call in ast.parse(block).body:
             assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
