@@ -82,8 +82,8 @@ def test_transformers_page() -> None:
 
 
 def test_tiers_page(capsys: Any) -> None:
-    first, redis, mooncake, objects, movement, faulty = python_blocks("docs/tiers.md")
-    for block in (first, movement, faulty):
+    first, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
+    for block in (first, movement, sharing, faulty):
         exec(block, {})
     told = capsys.readouterr().out
     assert "MISS" in told and "0 pages to load" in told

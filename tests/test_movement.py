@@ -288,9 +288,10 @@ def test_the_time_out_counts_from_the_start(tier: Watched, store: Callable[..., 
     tier.gate.set()
     done(move)
     assert it.host.free_slots == 10
-    for wrong in ({"kind": "never"}, {"base_s": -1.0}, {"per_ki_token_s": float("nan")}):
+    wrongs: list[dict[str, Any]] = [{"kind": "never"}, {"base_s": -1.0}, {"per_ki_token_s": float("nan")}]
+    for wrong in wrongs:
         with pytest.raises(ConfigError, match="stop policy"):
-            StopPolicy(**wrong)  # type: ignore[arg-type]
+            StopPolicy(**wrong)
 
 
 def test_a_slow_tier_cannot_hold_collect_for_ever(store: Callable[..., Store]) -> None:
