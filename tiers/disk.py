@@ -172,8 +172,8 @@ class DiskTier:
         asked = [at for at in range(len(keys)) if at not in unfit]
         with self._lock:
             slots = dict(zip(asked, self._table.begin_read([keys[at] for at in asked]), strict=True))
-            there = [at for at, slot in slots.items() if slot >= 0]
-            where = self._where([slots[at] for at in there])
+        there = [at for at, slot in slots.items() if slot >= 0]
+        where = self._where([slots[at] for at in there])
         if len(there) < len(keys):
             outcomes: list[Outcome] = [(at, PageStatus.MISS, None) for at, slot in slots.items() if slot < 0]
             batch.settle_many(outcomes + [(at, PageStatus.ERROR, error) for at, error in unfit.items()])
@@ -373,15 +373,12 @@ class DiskTier:
     def _read_ended(self, transfer: ReadTransfer, good: list[int], bad: list[int], ended: list[int]) -> list[Outcome]:
         """Pages are read: those that do not verify are set aside before anybody hears of them."""
         rotten = transfer.keys_of(bad)
-        with self._lock:
-            self._table.touch(transfer.keys_of(good), self._clock())
-            same = [
-                key
-                for key, at, slot in zip(rotten, bad, self._table.find(rotten), strict=True)
-                if slot == transfer.slots[at]
-            ]
-            self._log.note_gone(self._table.drop(same))
-            self._table.end_read([transfer.slots[at] for at in ended])
+        if rotten:
+            with self._lock:
+                found = zip(rotten, bad, self._table.find(rotten), strict=True)
+                same = [key for key, at, slot in found if slot == transfer.slots[at]]
+                self._log.note_gone(self._table.drop(same))
+        self._table.read_over([transfer.slots[at] for at in ended], transfer.keys_of(good), self._clock())
         for key in rotten:
             self._observer.noted("tier.corrupt", name=self.name, page=key.hex())
         return []

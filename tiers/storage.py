@@ -242,30 +242,33 @@ class _OnEngine(Transfer):
     while they are on their way: as many as are in flight."""
 
     def __init__(self, inner: Transfer, files: list[int], note_unaligned: Callable[[], None]) -> None:
-        super().__init__(write=inner.write, files=files, offsets=inner.offsets, buffers=inner.buffers)
+        self.write, self.files, self.offsets, self.buffers = inner.write, files, inner.offsets, inner.buffers
+        self.addresses, self.sizes = inner.addresses, inner.sizes
         self._inner = inner
-        self._note_unaligned = note_unaligned
+        self._crooked: set[int] = set(np.flatnonzero((self.addresses % BLOCK_BYTES).any(axis=1)).tolist())
+        self._straight: dict[int, RecordBuffer] = {}
+        if self._crooked:
+            note_unaligned()
+            self.buffers, self.addresses = list(inner.buffers), inner.addresses.copy()
 
     def start(self, positions: list[int]) -> list[int]:
         started = self._inner.start(positions)
-        for position in started:
+        for position in self._crooked.intersection(started) if self._crooked else ():
             theirs = self._inner.buffers[position]
-            if (address(theirs.payload) | address(theirs.trailer)) % BLOCK_BYTES:
-                self._note_unaligned()
-                memory = np.frombuffer(mmap.mmap(-1, theirs.payload.size + theirs.trailer.size), dtype=np.uint8)
-                ours = RecordBuffer(memory[: theirs.payload.size], memory[theirs.payload.size :])
-                if self.write:
-                    ours.payload[:], ours.trailer[:] = theirs
-                self.buffers[position] = ours
+            memory = np.frombuffer(mmap.mmap(-1, theirs.payload.size + theirs.trailer.size), dtype=np.uint8)
+            ours = RecordBuffer(memory[: theirs.payload.size], memory[theirs.payload.size :])
+            if self.write:
+                ours.payload[:], ours.trailer[:] = theirs
+            self.buffers[position] = self._straight[position] = ours
+            self.addresses[position] = address(ours.payload), address(ours.trailer)
         return started
 
     def finish(self, positions: list[int], errors: list[int]) -> None:
-        for position in positions:
-            ours, theirs = self.buffers[position], self._inner.buffers[position]
-            if ours is not theirs:
-                if not self.write:
-                    theirs.payload[:], theirs.trailer[:] = ours
-                self.buffers[position] = theirs
+        for position in self._crooked.intersection(positions) if self._crooked else ():
+            ours, theirs = self._straight.pop(position), self._inner.buffers[position]
+            if not self.write:
+                theirs.payload[:], theirs.trailer[:] = ours
+            self.buffers[position] = theirs
         self._inner.finish(positions, errors)
 
 
