@@ -212,7 +212,14 @@ class UringEngine:
                 self._queue.popleft()
             started = _guarded(transfer.start, now) or []
             if started:
-                self._send(ring, transfer, started)
+                try:
+                    self._send(ring, transfer, started)
+                except BaseException:  # a bug here; the thread ends, but not with somebody waiting for these
+                    for slot, of in enumerate(self._slots):
+                        if of is transfer and self._position[slot] in started:
+                            self._slots[slot] = None
+                    _guarded(transfer.finish, started, [errno.EIO] * len(started))
+                    raise
 
     def _send(self, ring: Ring, transfer: Transfer, started: list[int]) -> None:
         """Give ``started`` to the ring, each with a place of its own in the books."""
@@ -231,7 +238,7 @@ class UringEngine:
         entries["user_data"] = 2 * np.array(slots)[:, None] + np.arange(2)
         places = self._places_of(where, sizes)
         entries["opcode"] = WRITE_FIXED if transfer.write else READ_FIXED
-        entries["address"], entries["length"], entries["buffer"] = where, sizes, places
+        entries["address"], entries["length"], entries["buffer"] = where, sizes, np.array(places) & 0xFFFF
         loose: list[int] = []
         for row, (slot, position, (payload, trailer), place) in enumerate(
             zip(slots, started, sizes.tolist(), places, strict=True)
