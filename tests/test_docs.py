@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_models import prompt, tiny_model
+
+from kvtransfer.tiers.registry import tier_factory
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,3 +79,17 @@ def test_transformers_page() -> None:
         names |= {"cache": PagedCache(model, pool, pages), "pages": pages, "slots": host.allocate(125)}
         exec(by_hooks, names)
         names["handle"].result()
+
+
+def test_tiers_page(capsys: Any) -> None:
+    first, redis, mooncake, objects, faulty = python_blocks("docs/tiers.md")
+    for block in (first, faulty):
+        exec(block, {})
+    assert "MISS" in capsys.readouterr().out
+    for block in (redis, mooncake, objects):  # these need servers: their settings are real ones at least
+        for call in ast.parse(block).body:
+            assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+            (kind,) = call.value.args
+            assert isinstance(kind, ast.Constant) and isinstance(kind.value, str)
+            known = inspect.signature(tier_factory(kind.value)).parameters
+            assert {keyword.arg for keyword in call.value.keywords} <= set(known)

@@ -55,8 +55,8 @@ class DoesNotVerify(MemoryTier):
 
 
 class DoesNotSetAside(MemoryTier):
-    def do_set_aside(self, job: Job) -> None:
-        pass
+    def do_set_aside(self, job: Job) -> Outcomes:
+        return ()
 
 
 class TakesUnsealed(MemoryTier):

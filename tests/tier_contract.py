@@ -41,11 +41,13 @@ class Lab(ABC):
 
     can_pin     pages can be protected from eviction
     persistent  a tier made later finds what an earlier one stored
+    many        pages of a long batch
     outage_s    how long the tier may take to notice an outage
     """
 
     can_pin = True
     persistent = False
+    many = 200
     outage_s = 2.0
 
     @abstractmethod
@@ -79,7 +81,7 @@ class WrappedLab(Lab):
     def __init__(self, inner: Lab) -> None:
         self.inner = inner
         self.can_pin, self.persistent = inner.can_pin, inner.persistent
-        self.outage_s = inner.outage_s
+        self.many, self.outage_s = inner.many, inner.outage_s
 
     def make(self) -> Tier:
         return FaultyTier(self.inner.make())
@@ -173,7 +175,8 @@ class TierContract(_Contract):
 
     def test_a_long_batch(self, lab: Lab) -> None:
         with opened(lab) as (tier, arena):
-            source, target = arena(301).fill(), arena(301)
+            pages = lab.many + 101
+            source, target = arena(pages).fill(), arena(pages)
             assert done(tier.put_from(source.keys, source.buffers)).all_ok
             assert done(tier.get_into(source.keys, target.buffers)).all_ok
             assert not differing(target.images(), source.images())
@@ -358,7 +361,7 @@ class TierContract(_Contract):
 
     def test_cancel_leaves_each_page_done_or_undone(self, lab: Lab) -> None:
         with opened(lab) as (tier, arena):
-            source, target = arena(200).fill(), arena(200)
+            source, target = arena(lab.many).fill(), arena(lab.many)
             for _ in range(3):
                 handle = tier.put_from(source.keys, source.buffers)
                 handle.cancel()
@@ -366,7 +369,7 @@ class TierContract(_Contract):
                 assert set(put) <= {OK, CANCELLED}
                 there = statuses(tier.lookup(source.keys))
                 assert all(seen is OK for seen, was in zip(there, put, strict=True) if was is OK)
-                assert put != (CANCELLED,) * 200 or there == (MISS,) * 200
+                assert put != (CANCELLED,) * lab.many or there == (MISS,) * lab.many
                 handle = tier.get_into(source.keys, target.buffers)
                 handle.cancel()
                 got = statuses(handle)

@@ -162,8 +162,9 @@ class FaultyTier(Tier):
 
     def stats(self) -> TierStats:
         """The inner tier's, with batches and outcomes as the caller sees them, and a counter "faults_struck"."""
-        inner = self.inner.stats()
-        counters = {**inner.counters, **self._book.counters(), "faults_struck": self.faults_struck}
+        inner, own = self.inner.stats(), self._book.counters()
+        del own["bytes_written"]  # which puts were written, the inner tier alone knows
+        counters = {**inner.counters, **own, "faults_struck": self.faults_struck}
         return replace(inner, in_flight=self._book.in_flight, counters=counters)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:

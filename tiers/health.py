@@ -97,8 +97,11 @@ class Health:
         self._went_down(cause)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around a call that waits for the store: where it takes longer than the time-out, the store is down."""
+    def watching(self) -> Iterator[Callable[[], None]]:
+        """Around calls that wait for the store: where one takes longer than the time-out, the store is down.
+
+        Call what it gives whenever the store has answered: the time-out begins anew.
+        """
         with self._changed:
             number = self._next_call
             self._next_call += 1
@@ -106,8 +109,12 @@ class Health:
             self._start()
             if self._asleep:
                 self._changed.notify_all()
+
+        def answered() -> None:
+            self._calls[number] = time.monotonic() + self._timeout_s
+
         try:
-            yield
+            yield answered
         finally:
             with self._changed:
                 del self._calls[number]
@@ -161,14 +168,14 @@ class Health:
 
     def _wait_stall(self) -> bool:
         """Sleep until something changes or a call is overdue; whether one is. The caller holds the lock."""
-        due = min(self._calls.values(), default=math.inf)
+        due = min(list(self._calls.values()), default=math.inf)
         left = due - time.monotonic()
         if left > 0:
             self._asleep = math.isinf(due)
             self._changed.wait(None if self._asleep else left)
             self._asleep = False
             return False
-        for number, when in self._calls.items():
+        for number, when in list(self._calls.items()):
             if when <= due:
                 self._calls[number] = math.inf
         return True

@@ -24,7 +24,6 @@ from kvtransfer.kernels.errors import (
     ConfigError,
     KVTransferError,
     OwnershipError,
-    RecordError,
     TierError,
     UnavailableError,
 )
@@ -35,8 +34,12 @@ from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.pins import PinBook
+from kvtransfer.tiers.quick_check import QuickCheck
+from kvtransfer.tiers.record import padded_bytes
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
-from kvtransfer.tiers.sealed import check_sealed, check_whole
+
+_SETTLE_PAGES = 16  # outcomes are told in groups of this many: it costs a lock each time
+_LENGTH_AT = 120  # where a trailer holds the payload's length (record.py)
 
 
 class WorkerTier(Tier, ABC):
@@ -81,7 +84,7 @@ class WorkerTier(Tier, ABC):
         self.registered = RegisteredMemory(name)
         self.health = Health(name, self.do_probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
         self._job_pages = job_pages
-        self._jobs: queue.SimpleQueue[tuple[Batch, range] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Batch, range] | Callable[[], object] | None] = queue.SimpleQueue()
         self._aborted = False
         self._ending = threading.Lock()
         self._workers = self._at_work = workers
@@ -111,10 +114,12 @@ class WorkerTier(Tier, ABC):
     def do_remove(self, job: Job) -> Outcomes:
         """Forget each key: OK or MISS."""
 
-    def do_set_aside(self, job: Job) -> None:
-        """These pages do not verify: never hand them out again, and let their keys be put anew. Removes them."""
-        for _ in self.do_remove(job):
-            pass
+    def do_set_aside(self, job: Job) -> Outcomes:
+        """These pages do not verify: never hand them out again, and let their keys be put anew. Removes them.
+
+        MISS for one that was gone already: it was removed or evicted while it was read.
+        """
+        return self.do_remove(job)
 
     def do_pin(self, job: Job) -> Outcomes:
         """Protect each key; `pins` is brought up to date behind this call. Unless overridden: it can't be done."""
@@ -140,6 +145,10 @@ class WorkerTier(Tier, ABC):
 
     def do_close(self) -> None:
         """Let go of the client. Called once, when no job runs."""
+
+    def soon(self, chore: Callable[[], object]) -> None:
+        """Run ``chore`` on a worker behind what is queued, if the store answers then. May raise what ``do_...`` may."""
+        self._jobs.put(chore)
 
     # --- the verbs
 
@@ -234,6 +243,9 @@ class WorkerTier(Tier, ABC):
     def _work(self) -> None:
         self.book.own_thread()
         while (item := self._jobs.get()) is not None:
+            if callable(item):
+                call_subscriber(functools.partial(self._chore, item))
+                continue
             batch, positions = item
             if not self.health.up:
                 self._refuse(batch, positions)
@@ -247,6 +259,16 @@ class WorkerTier(Tier, ABC):
         if last:
             self.do_close()
 
+    def _chore(self, chore: Callable[[], object]) -> None:
+        if self.health.up and not self.book.closing:
+            try:
+                with self.health.watching():
+                    chore()
+            except (UnavailableError, OSError) as error:
+                self.health.failed(error)
+            except KVTransferError:
+                pass  # no page's outcome hangs on it
+
     def _run(self, job: Job) -> None:
         """Every page of the job gets its outcome, whatever the subclass does."""
         verb = job.batch.verb
@@ -258,16 +280,17 @@ class WorkerTier(Tier, ABC):
             "pin": self._pin,
         }
         missing: BaseException = TierError(f"{self.name}: {verb}: the tier gave no outcome for this page")
+        known: list[tuple[int, PageStatus, BaseException | None]] = []
+        moved_bytes = 0
         try:
-            outcomes = iter(checked[verb](job))
-            while True:
-                with self.health.watching():
-                    outcome = next(outcomes, None)
-                if outcome is None:
-                    break
-                job.batch.settle(
-                    job.positions[outcome.at], outcome.status, outcome.error, moved_bytes=outcome.moved_bytes
-                )
+            with self.health.watching() as answered:
+                for at, status, error, moved in checked[verb](job):
+                    answered()
+                    known.append((job.positions[at], status, error))
+                    moved_bytes += moved
+                    if len(known) >= _SETTLE_PAGES:
+                        job.batch.settle_many(known, moved_bytes=moved_bytes)
+                        known, moved_bytes = [], 0
         except (UnavailableError, OSError) as error:
             if not self._aborted:
                 self.health.failed(error)
@@ -279,8 +302,10 @@ class WorkerTier(Tier, ABC):
             missing.__cause__ = error
             raise
         finally:
-            status = PageStatus.CANCELLED if self._aborted else PageStatus.ERROR
-            job.batch.settle_many((p, status, missing) for p in job.positions)
+            rest = PageStatus.CANCELLED if self._aborted else PageStatus.ERROR
+            settled = {position for position, _, _ in known}
+            known += [(p, rest, missing) for p in job.positions if p not in settled and job.batch.status_now(p) is None]
+            job.batch.settle_many(known, moved_bytes=moved_bytes)
 
     def _get(self, job: Job) -> Iterator[Outcome]:
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
@@ -291,33 +316,33 @@ class WorkerTier(Tier, ABC):
                 rotten.append(checked)
             else:
                 yield checked
+        if not rotten:
+            return
         failure: BaseException | None = None
-        if rotten:
-            try:
-                self.do_set_aside(job.only([outcome.at for outcome in rotten]))
-            except (TierError, OSError) as error:
-                failure = error
+        try:
+            for at, status, _, _ in self.do_set_aside(job.only([outcome.at for outcome in rotten])):
+                if status is PageStatus.MISS:
+                    rotten[at] = rotten[at]._replace(status=PageStatus.MISS)
+        except (TierError, OSError) as error:
+            failure = error
         yield from rotten
         if failure is not None:
             raise failure
 
     def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        try:
-            check_whole(job.keys[outcome.at], job.buffers[outcome.at])
-        except RecordError as error:
-            return outcome._replace(status=PageStatus.CORRUPT, error=error)
-        return outcome
+        key, buffer = job.keys[outcome.at], job.buffers[outcome.at]
+        error = _quick(buffer).whole(key, buffer)
+        return outcome if error is None else outcome._replace(status=PageStatus.CORRUPT, error=error)
 
     def _put(self, job: Job) -> Iterator[Outcome]:
         """`do_put` of what is sealed."""
         good: list[int] = []
         for at, (key, buffer) in enumerate(zip(job.keys, job.buffers, strict=True)):
-            try:
-                check_sealed(key, buffer)
-            except RecordError as error:
-                yield Outcome(at, PageStatus.ERROR, error)
-            else:
+            error = _quick(buffer).sealed(key, buffer)
+            if error is None:
                 good.append(at)
+            else:
+                yield Outcome(at, PageStatus.ERROR, error)
         yield from _some(self.do_put, job, good)
 
     def _remove(self, job: Job) -> Iterator[Outcome]:
@@ -358,6 +383,13 @@ class WorkerTier(Tier, ABC):
         for thread in threads:
             if thread is not own:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _quick(buffer: RecordBuffer) -> QuickCheck:
+    """For the length that the record's own trailer says, which is checked with the rest of it."""
+    said = int.from_bytes(buffer.trailer[_LENGTH_AT : _LENGTH_AT + 8].data, "little")
+    fits = padded_bytes(said) == buffer.payload.size
+    return QuickCheck(said if fits else buffer.payload.size, buffer.trailer.size)
 
 
 def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[Outcome]:
