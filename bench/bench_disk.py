@@ -1,7 +1,7 @@
 """The disk tier against fio, beside a busy Python thread, and against its own bare I/O. Part of bench_tiers.py.
 
-The slabs are overwritten once before. Payload bytes count for the tier, all bytes for fio: random O_DIRECT, a record as block,
-the best of psync in 8 jobs, io_uring and libaio 32 deep. Runs alternate.
+The slabs are overwritten once before. Payload bytes count for the tier, all bytes for fio: random O_DIRECT, a record as
+block, the best of psync in 8 jobs, io_uring and libaio 32 deep. Runs alternate.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ def fio(file: Path, verb: str, block: int, nbytes: int, seconds: float) -> dict[
     for name, flags in ENGINES.items():
         command = [
             "fio", "--name=x", f"--filename={file}", f"--rw=rand{'write' if verb == 'put' else 'read'}", "--direct=1",
-            f"--bs={block}", f"--size={nbytes}", "--time_based", f"--runtime={int(1000 * seconds)}ms", "--randrepeat=0", "--norandommap",
+            f"--bs={block}", f"--size={nbytes}", "--time_based",
+            f"--runtime={int(1000 * seconds)}ms", "--randrepeat=0", "--norandommap",
             "--output-format=json", *flags,
         ]  # fmt: skip
         out = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -169,7 +170,9 @@ def _overwritten(file: Path, nbytes: int) -> None:
 def disk_rows(options: Options) -> list[Row]:
     """All rows of the disk tier."""
     if shutil.which("fio") is None:
-        raise SystemExit("bench_tiers disk: expected fio on the PATH, got none; install it with the system's package manager")
+        raise SystemExit(
+            "bench_tiers disk: expected fio on the PATH, got none; install it with the system's package manager"
+        )
     rows: list[Row] = []
     for label, (spec, count, bar) in SPECS.items():
         folder = options.folder / f"tier-{label.replace(' ', '')}"

@@ -65,9 +65,7 @@ class FolderLab(Lab):
 
     def make_bounded(self, records: int, record_bytes: int) -> Tier:
         assert record_bytes == ODD_RECORD
-        return DiskTier(
-            self.paths, ODD, namespace=SPACE, capacity_pages=records, place=Place(instance=7), **self.more
-        )
+        return DiskTier(self.paths, ODD, namespace=SPACE, capacity_pages=records, place=Place(instance=7), **self.more)
 
     def rot(self, tier: Tier, key: bytes, offset: int) -> None:
         assert isinstance(tier, DiskTier)

@@ -1,6 +1,6 @@
 """The power fails at random points, on a simulated disk that keeps any part of what was not synced.
 
-Under sync="batch" nothing acknowledged is lost and nothing removed comes back; under every mode nothing wrong is served.
+Under sync="batch" nothing acknowledged is lost and nothing removed comes back; under no mode is anything wrong served.
 """
 
 from __future__ import annotations
@@ -197,6 +197,6 @@ def test_a_tier_that_leaves_out_a_sync_is_found_out(monkeypatch: pytest.MonkeyPa
             sync(self, file)
 
     monkeypatch.setattr(SimulatedStorage, "sync", lazy)
-    with pytest.raises(AssertionError, match="MISS|CORRUPT"):
+    with pytest.raises(AssertionError, match=r"MISS|CORRUPT"):
         for seed in range(20):
             run(seed, "batch", "mixed")

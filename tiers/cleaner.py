@@ -1,8 +1,9 @@
 """Cleaner: the disk tier's thread that keeps room free, syncs at intervals, and writes snapshots.
 
-Every ``clean_every_s``, while more than ``full_share`` of the capacity is used: pages that nobody used for ``idle_s`` go first,
-the longest unused first, then victims of the tier's policy, until ``full_share`` is used. Where others have filled the file
-system beyond the tier's ``disk_share``, whole slabs are emptied and deleted, those not used for the longest time first.
+Every ``clean_every_s``, while more than ``full_share`` of the capacity is used: pages that nobody used for ``idle_s``
+go first, the longest unused first, then victims of the tier's policy, until ``full_share`` is used. Where others have
+filled the file system beyond the tier's ``disk_share``, whole slabs are emptied and deleted, those not used for the
+longest time first.
 """
 
 from __future__ import annotations

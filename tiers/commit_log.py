@@ -1,4 +1,5 @@
-"""CommitLog: from records on the disk to pages that are there. It decides when a put is done, and what a crash can take.
+"""CommitLog: from records on the disk to pages that are there. It decides when a put is done, and what a crash can
+take.
 
 The order is always: data, then journal, then table, then the caller is told. ``sync`` says where the log waits for
 the disk in between:
@@ -7,8 +8,8 @@ the disk in between:
   the kernel may take any of it; what it tore is found out on reading and is a miss.
 - "interval": as "none", and every ``interval_s`` data and journal are synced: a power failure takes at most what was
   acknowledged since the last sync that was begun.
-- "batch": data is synced before the journal, and the journal before the caller is told: a power failure takes nothing that
-  was acknowledged. Batches that are done at the same time share the syncs.
+- "batch": data is synced before the journal, and the journal before the caller is told: a power failure takes nothing
+  that was acknowledged. Batches that are done at the same time share the syncs.
 """
 
 from __future__ import annotations
@@ -146,7 +147,8 @@ class CommitLog:
             self._append(self._take_gone(), sync=self._mode == "batch")
 
     def close(self) -> None:
-        """Commit what is queued, sync, write a snapshot. Raises OSError if that failed; everything is closed then too."""
+        """Commit what is queued, sync, write a snapshot. Raises OSError if that failed; everything is closed then
+        too."""
         with self._changed:
             self._ending = True
             self._changed.notify()

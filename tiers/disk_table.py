@@ -21,8 +21,8 @@ class SlotTable:
     A slot is free, being written (`allocate` to `publish` or `give_back`), or holds a page. A page that is dropped
     while it is read leaves the table at once; its slot is free when the last reader is done.
 
-    ``slots_per_file``: slot ``s`` lies in slab ``s // slots_per_file``. ``paths``: free slots are taken from each path in
-    turn.
+    ``slots_per_file``: slot ``s`` lies in slab ``s // slots_per_file``. ``paths``: free slots are taken from each path
+    in turn.
     """
 
     def __init__(self, slots_per_file: int, paths: int, policy: EvictionPolicy) -> None:
@@ -129,9 +129,9 @@ class SlotTable:
                 self._release(slot)
 
     def read_over(self, slots: list[int], used: list[bytes], now_s: float) -> None:
-        """`end_read`, and `touch` of ``used``: may be called without the lock. Whoever next looks at what depends on it, sees
-        it. (A thread that reads for others must not wait for a lock whose holder waits for the interpreter: beside a busy
-        Python thread that took 8 ms a batch.)"""
+        """`end_read`, and `touch` of ``used``: may be called without the lock. Whoever next looks at what depends on
+        it, sees it. (A thread that reads for others must not wait for a lock whose holder waits for the interpreter:
+        beside a busy Python thread that took 8 ms a batch.)"""
         self._over.append((slots, used, now_s))
 
     def _settle(self) -> None:
@@ -223,7 +223,8 @@ class SlotTable:
     # --- the journal's view
 
     def restore(self, entries: NDArray[Any]) -> int:
-        """Take over what a journal says, in order. Returns how many pages lie in slots that are not there (any more)."""
+        """Take over what a journal says, in order. Returns how many pages lie in slots that are not there (any
+        more)."""
         slot_of: dict[bytes, tuple[int, int]] = {}  # key -> slot, position of the entry
         key_of: dict[int, bytes] = {}
         names = entries["key"].tobytes()
@@ -248,6 +249,12 @@ class SlotTable:
         self._free = [deque(slot for slot in free if slot not in self._key_of) for free in self._free]
         self._policy.added([key for key, _ in ordered])
         return len(slot_of) - len(there)
+
+    def take_pages_of(self, other: SlotTable) -> None:
+        """Hold what ``other`` does, of the same slabs and maybe more. What is being read stays so."""
+        self._settle()
+        self._files, self._used_s = other._files, other._used_s
+        self._slot_of, self._key_of = other._slot_of, other._key_of
 
     def entries(self) -> NDArray[Any]:
         """What there is, as journal entries."""

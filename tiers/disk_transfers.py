@@ -77,8 +77,8 @@ class BatchTransfer(Transfer):
 
 
 class ReadTransfer(BatchTransfer):
-    """Reads; each record is checked as it comes. ``ended`` is told positions that were right, those that were not, and all,
-    before the batch is."""
+    """Reads; each record is checked as it comes. ``ended`` is told positions that were right, those that were not, and
+    all, before the batch is."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ class ReadTransfer(BatchTransfer):
 
 
 class WriteTransfer(BatchTransfer):
-    """Writes. Once the device is done with every page that was begun, ``written`` is told, with those that are whole."""
+    """Writes. Once the device is done with every page that was begun, ``written`` is told, with those that are
+    whole."""
 
     def __init__(
         self,

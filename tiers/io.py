@@ -96,8 +96,8 @@ class Storage(Protocol):
         """Names in it, sorted; empty if there is no such folder."""
 
     def lock(self, path: str, text: str) -> None:
-        """Take the lock file ``path`` until `close`, and write ``text`` into it for others to read. OwnershipError, with
-        their text, if somebody has it."""
+        """Take the lock file ``path`` until `close`, and write ``text`` into it for others to read. OwnershipError,
+        with their text, if somebody has it."""
 
     def create(self, path: str, nbytes: int, *, slab: bool) -> int:
         """A new file of ``nbytes`` zeros, its space reserved; synced, its name too. Nothing is left behind on failure.

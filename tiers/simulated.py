@@ -2,8 +2,8 @@
 
 `SimulatedDisk` is what outlives a crash, `SimulatedStorage` is one process's view of it (see `Storage`). Unlike a real
 kernel, which usually writes things back in order and soon, the crash here takes any part of what it is allowed to take:
-unsynced writes are dropped, kept in any order, or torn at any sector; a length that was not synced may be lost; names made,
-renamed and removed since their folder was synced are undone from some moment on.
+unsynced writes are dropped, kept in any order, or torn at any sector; a length that was not synced may be lost; names
+made, renamed and removed since their folder was synced are undone from some moment on.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class SimulatedDisk:
 
     Args:
         capacity_bytes: of the one file system; a file takes its length.
-        fault: called before each action with its name ("read", "write", "write_at", "sync", "create", "open", "replace",
-            "remove", "sync_folder") and the path; an OSError that it returns is raised there instead. May be replaced.
+        fault: called before each action with its name ("read", "write", "write_at", "sync", "create", "open",
+            "replace", "remove", "sync_folder") and the path; an OSError that it returns is raised. May be replaced.
         seed: of the order in which the records of a transfer are moved.
 
     Attributes:
@@ -321,7 +321,9 @@ class SimulatedStorage:
             except OSError as error:
                 return error.errno or errno.EIO
             if not transfer.write:
-                data = np.frombuffer(inode.now, dtype=np.uint8)[offset : offset + buffer.payload.size + buffer.trailer.size]
+                data = np.frombuffer(inode.now, dtype=np.uint8)[
+                    offset : offset + buffer.payload.size + buffer.trailer.size
+                ]
                 if data.size < buffer.payload.size + buffer.trailer.size:
                     return SHORT  # beyond the end
                 buffer.payload[:], buffer.trailer[:] = data[: buffer.payload.size], data[buffer.payload.size :]

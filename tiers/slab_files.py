@@ -54,6 +54,12 @@ class SlabFiles:
                 slots = min(self._slots_per_file, self._storage.size(file) // self._record_bytes)
                 self.files[int(digits)] = SlabFile(int(digits), file, path, slots)
 
+    def close_all(self) -> None:
+        """Close all of them. No transfer may be using one."""
+        for slab in self.files.values():
+            self._storage.close_file(slab.file)
+        self.files.clear()
+
     def allowed_slots(self, wanted: int, spare_bytes: int) -> tuple[int, str]:
         """How many of ``wanted`` records fit so that every file system stays below the limit, and in words what cut it
         ('': nothing). ``spare_bytes`` are for journals, on the first. Raises CapacityError where not one fits."""

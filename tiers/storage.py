@@ -128,8 +128,27 @@ class FileStorage:
         return self._add(fd, slab)
 
     def open(self, path: str, *, writable: bool, slab: bool) -> int:
-        access = os.O_RDWR if writable else os.O_RDONLY
-        return self._add(os.open(path, access | os.O_CLOEXEC | self._direct_flag(path, slab)), slab)
+        if writable or not slab:
+            flags = os.O_RDWR if writable else os.O_RDONLY
+            return self._add(os.open(path, flags | os.O_CLOEXEC | self._direct_flag(path, slab)), slab)
+        return self._add(self._open_to_read(path), slab)
+
+    def _open_to_read(self, path: str) -> int:
+        """A slab of somebody else's, where no block may be written to try O_DIRECT: one is read."""
+        folder = os.path.dirname(path)
+        if self._direct is not False and self._can_direct.get(folder, True):
+            fd = -1
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                os.preadv(fd, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+                return fd
+            except OSError as error:
+                if fd >= 0:
+                    os.close(fd)
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self._refused_direct(folder, str(error))
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _add(self, fd: int, slab: bool) -> int:
         engine_file = self._engine.add_file(fd) if slab else None
@@ -145,14 +164,19 @@ class FileStorage:
         folder = os.path.dirname(path)
         if folder not in self._can_direct:
             why = _refuses_direct(folder)
-            self._can_direct[folder] = not why
-            if why and self._direct:
-                raise ConfigError(f"{self._name}: direct=True: {folder} refuses O_DIRECT: {why}")
             if why:
-                self._observer.fell_back(
-                    "O_DIRECT", f"{self._name}: {folder} is read and written through the page cache: {why}"
-                )
+                self._refused_direct(folder, why)
+            else:
+                self._can_direct[folder] = True
         return os.O_DIRECT if self._can_direct[folder] else 0
+
+    def _refused_direct(self, folder: str, why: str) -> None:
+        if self._direct:
+            raise ConfigError(f"{self._name}: direct=True: {folder} refuses O_DIRECT: {why}")
+        self._can_direct[folder] = False
+        self._observer.fell_back(
+            "O_DIRECT", f"{self._name}: {folder} is read and written through the page cache: {why}"
+        )
 
     def size(self, file: int) -> int:
         return os.fstat(self._files[file].fd).st_size

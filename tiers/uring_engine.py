@@ -4,8 +4,8 @@ A record in registered memory is two fixed reads or writes, payload and trailer,
 merges them: half the CPU of one vectored call at 1 MiB (0.024 against 0.05 s/GB), the same at 64 KiB. Other memory goes
 as one vectored call a record.
 
-Beside a busy Python thread every return of the interpreter lock costs up to 5 ms, so the thread gives it up only to wait
-for a quarter of what is in flight: the device works through the rest meanwhile.
+Beside a busy Python thread every return of the interpreter lock costs up to 5 ms, so the thread gives it up only to
+wait for a quarter of what is in flight: the device works through the rest meanwhile.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer, address
 from kvtransfer.tiers.uring import FIXED_FILE, READ_FIXED, READV, SQE, WRITE_FIXED, WRITEV, Kernel, Ring
 
-# In flight at most. A device needs 32 or so; the rest is work for it while this thread waits for the interpreter lock, which
-# beside a busy Python thread is 5 ms twice: 64 MiB last 13 ms at 5 GB/s.
+# In flight at most. A device needs 32 or so; the rest is work for it while this thread waits for the interpreter lock,
+# which beside a busy Python thread is 5 ms twice: 64 MiB last 13 ms at 5 GB/s.
 DEPTH = 256
 IN_FLIGHT_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 30  # the kernel registers no more in one piece
