@@ -163,8 +163,7 @@ class SimulatedStorage:
         self._changed = threading.Condition()
         self._queue: deque[Transfer] = deque()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="simulated-io", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None  # from the first transfer on
 
     @property
     def open_files(self) -> int:
@@ -261,6 +260,9 @@ class SimulatedStorage:
             if self._closing:
                 raise TierError("simulated: I/O has ended")
             self._queue.append(transfer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="simulated-io", daemon=True)
+                self._thread.start()
             self._changed.notify()
 
     def register(self, memory: NDArray[np.uint8], step_bytes: int) -> bool:
@@ -273,7 +275,7 @@ class SimulatedStorage:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         with self._disk.lock:
             self._files.clear()
