@@ -10,39 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from disk_helpers import SPACE, TINY, TINY_RECORD, Told
+from disk_helpers import SPACE, TINY, TINY_RECORD, Told, empty, image, tiny_record
 from tier_contract import done, statuses
 
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.commit_log import SyncMode
 from kvtransfer.tiers.disk import DiskTier
-from kvtransfer.tiers.keys import Shard
-from kvtransfer.tiers.record import RecordHeader, padded_bytes, payload_checksum, trailer_bytes
 from kvtransfer.tiers.simulated import CrashMode, SimulatedDisk, SimulatedStorage
 
 OK, MISS, CORRUPT, ERROR, NO_ROOM = (
     PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT, PageStatus.ERROR, PageStatus.NO_ROOM,
 )  # fmt: skip
-SLOT, TRAILER = padded_bytes(TINY.page_bytes), trailer_bytes(TINY)
-
-
-def tiny_record(key: bytes, rng: np.random.Generator) -> RecordBuffer:
-    """A sealed record of random bytes."""
-    payload = rng.integers(0, 256, SLOT, dtype=np.uint8)
-    trailer = np.zeros(TRAILER, np.uint8)
-    checksum = payload_checksum(payload[: TINY.page_bytes])
-    header = RecordHeader(key, SPACE, Shard.whole(TINY), "page_first", TINY.page_bytes, payload_xxh3=checksum)
-    header.encode_into(trailer)
-    return RecordBuffer(payload, trailer)
-
-
-def empty() -> RecordBuffer:
-    return RecordBuffer(np.full(SLOT, 0xEE, np.uint8), np.full(TRAILER, 0xEE, np.uint8))
-
-
-def image(buffer: RecordBuffer) -> bytes:
-    """All that a checksum covers: a crash may tear the padding of a page that it spares."""
-    return buffer.payload[: TINY.page_bytes].tobytes() + buffer.trailer.tobytes()
 
 
 class World:

@@ -295,19 +295,19 @@ def test_where_io_uring_is_refused_threads_work(tmp_path: Path, code: int) -> No
 
 
 def test_newer_flags_are_left_out_where_the_kernel_does_not_know_them(tmp_path: Path) -> None:
-    class Old(Kernel):
-        flags: list[int] = []
+    flags: list[int] = []
 
+    class Old(Kernel):
         def call(self, number: int, *args: Any, waits: bool = False) -> int:
             if number == 425:
                 asked = int(ctypes.cast(args[1], ctypes.POINTER(ctypes.c_uint32))[2])
-                self.flags.append(asked)
+                flags.append(asked)
                 if asked & ((1 << 12) | (1 << 13) | (1 << 8)):
                     raise OSError(errno.EINVAL, "no such flag")
             return super().call(number, *args, waits=waits)
 
     storage = FileStorage(engine="io_uring", kernel=Old())
-    assert len(Old.flags) == 3
+    assert len(flags) == 3
     file = storage.create(str(tmp_path / "slab"), 5 * RECORD, slab=True)
     _, _, buffers = memory(5)
     assert moved(storage, file, True, list(range(5)), buffers) == [0] * 5

@@ -120,7 +120,9 @@ def test_a_torn_tail_ends_the_journal() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "generation", "owner"), [(1, 1, bytes(16)), (1, 2, SET), (0, 1, SET)], ids=["set", "generation", "number"]
+    ("number", "generation", "owner"),
+    [(1, 1, bytes(16)), (1, 2, SET), (0, 1, SET)],
+    ids=["set", "generation", "number"],
 )
 def test_batches_of_another_journal_say_nothing(number: int, generation: int, owner: bytes) -> None:
     disk, storage, _ = fresh()
@@ -151,7 +153,7 @@ def test_a_failed_append_leaves_nothing() -> None:
     for failing in ("write_at", "sync"):
         disk, _, journal = fresh()
         journal.append(puts([1]), sync=True)
-        disk.fault = lambda action, _, failing=failing: OSError(errno.EIO, "bad") if action == failing else None  # type: ignore[misc]
+        disk.fault = lambda action, _, failing=failing: OSError(errno.EIO, "bad") if action == failing else None
         with pytest.raises(OSError):
             journal.append(puts([2, 3, 4]), sync=True)
         disk.fault = None

@@ -208,7 +208,7 @@ class CommitLog:
                 else:
                     outcomes.append((transfer.positions[at], PageStatus.OK, None))
                     moved += sum(part.size for part in transfer.buffers[at])
-            transfer.batch.settle_many(outcomes, moved_bytes=moved)
+            transfer.settle(outcomes, moved)
         for _, _, flushed in items:
             if flushed is not None:
                 flushed(error)

@@ -117,8 +117,7 @@ class DiskTier(DiskReading):
             trailer_bytes=disk.trailer_bytes, clock=clock, observer=observer,
         )  # fmt: skip
         self.folders = disk.folders
-        self._book.count("recovered", len(disk.table))
-        self._book.count("journal_damaged", disk.damaged)
+        self._found = {"recovered": len(disk.table), "journal_damaged": disk.damaged}
         self._pins = PinBook()
         self._log = CommitLog(
             name,
@@ -156,6 +155,8 @@ class DiskTier(DiskReading):
             self._table.touch([key for key, slot in zip(keys, there, strict=True) if slot >= 0], self._clock())
         outcomes: list[Outcome] = []
         wanted: list[int] = []
+        twins: dict[int, list[int]] = {}  # of a page that is named twice, its other positions
+        first: dict[bytes, int] = {}
         unfit = self._unfit(buffers)
         for at, (key, buffer, slot) in enumerate(zip(keys, buffers, there, strict=True)):
             wrong = unfit[at] if at in unfit else self._check.sealed(key, buffer)
@@ -163,10 +164,14 @@ class DiskTier(DiskReading):
                 outcomes.append((at, PageStatus.ERROR, wrong))
             elif slot >= 0:
                 outcomes.append((at, PageStatus.OK, None))
+            elif key in first:
+                twins.setdefault(first[key], []).append(at)
             else:
+                first[key] = at
                 wanted.append(at)
         slots, refused = self._room.make(len(wanted))
-        outcomes += [(at, PageStatus.NO_ROOM, refused) for at in wanted[len(slots) :]]
+        for at in wanted[len(slots) :]:
+            outcomes += [(twin, PageStatus.NO_ROOM, refused) for twin in (at, *twins.get(at, ()))]
         if outcomes:
             batch.settle_many(outcomes)
         if slots:
@@ -176,6 +181,7 @@ class DiskTier(DiskReading):
                 slots,
                 self._where(slots),
                 buffers,
+                twins=twins,
                 dropped=self._unwritten,
                 written=self._log.written,
             )
@@ -227,7 +233,7 @@ class DiskTier(DiskReading):
             pages,
             pinned,
             self._book.in_flight,
-            self._book.counters(),
+            {**self._book.counters(), **self._found},
         )
 
     def clean(self) -> None:
