@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -264,52 +262,6 @@ def test_a_reader_finds_slabs_that_were_made_anew() -> None:
             more.get(reader)  # old slabs are open still: what it finds in them makes it look again
             assert more.get(reader) == (OK,) * 20
             assert pages.get(reader) == (MISS,) * 20
-
-
-_WORKER = """
-import sys
-sys.path[:0] = {path!r}
-import numpy as np
-from disk_helpers import SPACE, TINY, empty, image, tiny_record
-from kvtransfer.tiers.base import PageStatus
-from kvtransfer.tiers.disk import DiskTier
-from kvtransfer.tiers.disk_folder import Place
-rank, again = int(sys.argv[2]), sys.argv[3] == "again"
-rng = np.random.default_rng(rank)
-keys = [rng.bytes(32) for _ in range(50)]
-records = [tiny_record(key, rng) for key in keys]
-with DiskTier(sys.argv[1], TINY, namespace=SPACE, capacity_bytes=4 << 20, owners=4, place=Place(tp=rank)) as tier:
-    print("share", tier.stats().capacity_bytes, flush=True)
-    if not again:
-        tier.put_from(keys, records).result(30).require()
-    sys.stdin.readline()
-    got = [empty() for _ in keys]
-    tier.get_into(keys, got).result(30).require()
-    assert [image(a) for a in got] == [image(b) for b in records]
-    other = [np.random.default_rng((rank + 1) % 4).bytes(32)]
-    assert tier.lookup(other).result(30).statuses == (PageStatus.MISS,)
-print("done", flush=True)
-"""
-
-
-def test_four_processes_on_one_path(tmp_path: Path) -> None:
-    def start(rank: int, how: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", _WORKER.format(path=sys.path), str(tmp_path), str(rank), how],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    for how in ("first", "again"):
-        workers = [start(rank, how) for rank in range(4)]
-        for worker in workers:
-            assert worker.stdout is not None
-            share = int(worker.stdout.readline().split()[1])
-            assert (1 << 20) * 0.8 < share <= 1 << 20
-        for worker in workers:
-            out, err = worker.communicate("go\n", timeout=60)
-            assert worker.returncode == 0 and out == "done\n", err
-        assert disk_bytes(tmp_path) <= 4 << 20
-    assert sorted(p.name for p in (tmp_path / SPACE.hex()).iterdir()) == [f"i0-dp0-pp0-cp0-tp{r}" for r in range(4)]
 
 
 # --- capacity
