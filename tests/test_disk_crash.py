@@ -30,7 +30,7 @@ class World:
         self.rng = random.Random(seed)
         self.bytes = np.random.default_rng(seed)
         self.sync, self.capacity_pages = sync, capacity_pages
-        self.disk = SimulatedDisk(seed=seed)
+        self.disk = SimulatedDisk()
         self.records: dict[bytes, RecordBuffer] = {}  # whatever was ever put
         self.held: set[bytes] = set()  # acknowledged, and neither removed nor evicted
         self.removed: set[bytes] = set()  # acknowledged

@@ -35,7 +35,7 @@ class Model:
 
     def __init__(self, seed: int, paths: str, storage: type[Storage] | None, engine: EngineKind) -> None:
         self.rng, self.bytes = random.Random(seed), np.random.default_rng(seed)
-        self.disk = SimulatedDisk(seed=seed) if storage is SimulatedStorage else None
+        self.disk = SimulatedDisk() if storage is SimulatedStorage else None
         self.paths, self.engine = paths, engine
         self.records: dict[bytes, RecordBuffer] = {}
         self.held: set[bytes] = set()

@@ -14,7 +14,7 @@ the disk in between:
 
 from __future__ import annotations
 
-import sys
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.tiers.base import PageStatus
+from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.disk_table import SlotTable
 from kvtransfer.tiers.disk_transfers import Outcome, WriteTransfer
 from kvtransfer.tiers.io import Storage
@@ -173,10 +174,7 @@ class CommitLog:
                     return
                 items = list(self._queue)
                 self._queue.clear()
-            try:
-                self._commit(items)
-            except BaseException:  # a bug: reported as uncaught; the thread serves on
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            call_subscriber(functools.partial(self._commit, items))  # a bug is reported as uncaught; this serves on
 
     def _commit(self, items: list[_Item]) -> None:
         writes = [(transfer, whole) for transfer, whole, _ in items if transfer is not None]

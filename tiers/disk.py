@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
@@ -243,14 +242,6 @@ class DiskTier(DiskReading):
     def sync(self) -> None:
         """Return once everything acknowledged survives a power failure, whatever ``sync=`` says. Raises OSError."""
         self._log.sync_now()
-
-    def __enter__(self) -> DiskTier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- inside
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
@@ -145,14 +144,6 @@ class DiskReader(DiskReading):
             pages = len(self._table)
         capacity = self._slabs.max_slots * self.record_bytes
         return TierStats(capacity, pages * self.record_bytes, pages, 0, self._book.in_flight, self._book.counters())
-
-    def __enter__(self) -> DiskReader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     # --- inside
 
