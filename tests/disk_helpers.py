@@ -6,20 +6,23 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tier_contract import Lab
 from tier_pages import ODD
 
 from kvtransfer.kernels.events import Observer
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.tiers.base import Tier
+from kvtransfer.tiers.base import RecordBuffer, Tier
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.disk_folder import Place
-from kvtransfer.tiers.record import padded_bytes, trailer_bytes
+from kvtransfer.tiers.keys import Shard
+from kvtransfer.tiers.record import RecordHeader, padded_bytes, payload_checksum, trailer_bytes
 from kvtransfer.tiers.simulated import SimulatedDisk, SimulatedStorage
 
 SPACE = bytes(range(32))
 TINY = KVSpec.attention(num_layers=2, page_size=4, kv_heads=2, head_dim=33, itemsize=2)  # 2,112 bytes: one block
 ODD_RECORD = padded_bytes(ODD.page_bytes) + trailer_bytes(ODD)
+TINY_SLOT, TINY_TRAILER = padded_bytes(TINY.page_bytes), trailer_bytes(TINY)
 TINY_RECORD = padded_bytes(TINY.page_bytes) + trailer_bytes(TINY)
 
 
@@ -65,9 +68,7 @@ class FolderLab(Lab):
 
     def make_bounded(self, records: int, record_bytes: int) -> Tier:
         assert record_bytes == ODD_RECORD
-        return DiskTier(
-            self.paths, ODD, namespace=SPACE, capacity_pages=records, place=Place(instance=7), **self.more
-        )
+        return DiskTier(self.paths, ODD, namespace=SPACE, capacity_pages=records, place=Place(instance=7), **self.more)
 
     def rot(self, tier: Tier, key: bytes, offset: int) -> None:
         assert isinstance(tier, DiskTier)
@@ -104,6 +105,25 @@ class SimulatedLab(FolderLab):
         assert isinstance(tier, DiskTier)
         path, start = slab_path(tier, key)
         del self.disk.names[path].now[start + tier.record_bytes - 4096 :]
+
+
+def tiny_record(key: bytes, rng: np.random.Generator) -> RecordBuffer:
+    """A sealed record of random bytes."""
+    payload = rng.integers(0, 256, TINY_SLOT, dtype=np.uint8)
+    trailer = np.zeros(TINY_TRAILER, np.uint8)
+    checksum = payload_checksum(payload[: TINY.page_bytes])
+    header = RecordHeader(key, SPACE, Shard.whole(TINY), "page_first", TINY.page_bytes, payload_xxh3=checksum)
+    header.encode_into(trailer)
+    return RecordBuffer(payload, trailer)
+
+
+def empty() -> RecordBuffer:
+    return RecordBuffer(np.full(TINY_SLOT, 0xEE, np.uint8), np.full(TINY_TRAILER, 0xEE, np.uint8))
+
+
+def image(buffer: RecordBuffer) -> bytes:
+    """All that a checksum covers: a crash may tear the padding of a page that it spares."""
+    return buffer.payload[: TINY.page_bytes].tobytes() + buffer.trailer.tobytes()
 
 
 def flip_byte(path: str, offset: int) -> None:

@@ -1,18 +1,19 @@
 """Cleaner: the disk tier's thread that keeps room free, syncs at intervals, and writes snapshots.
 
-Every ``clean_every_s``, while more than ``full_share`` of the capacity is used: pages that nobody used for ``idle_s`` go first,
-the longest unused first, then victims of the tier's policy, until ``full_share`` is used. Where others have filled the file
-system beyond the tier's ``disk_share``, whole slabs are emptied and deleted, those not used for the longest time first.
+Every ``clean_every_s``, while more than ``full_share`` of the capacity is used: pages that nobody used for ``idle_s``
+go first, the longest unused first, then victims of the tier's policy, until ``full_share`` is used. Where others have
+filled the file system beyond the tier's ``disk_share``, whole slabs are emptied and deleted, those not used for the
+longest time first.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 
 from kvtransfer.kernels.errors import TierError
+from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.commit_log import CommitLog
 from kvtransfer.tiers.disk_room import DiskRoom
 
@@ -63,18 +64,18 @@ class Cleaner:
         next_look = started + _LOOK_S
         while not self._stop.wait(max(0.0, min(next_clean, next_sync, next_look) - time.monotonic())):
             now = time.monotonic()
-            try:
-                if now >= next_sync:
-                    next_sync = now + (self._sync_every_s or float("inf"))
-                    self._try("sync", self._log.sync_now)
-                if now >= next_look:
-                    next_look = now + _LOOK_S
-                    self._try("snapshot", self._log.keep_small)
-                if now >= next_clean:
-                    next_clean = now + self._clean_every_s
-                    self.clean()
-            except BaseException:  # a bug: reported as uncaught; the thread serves on
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            due: list[Callable[[], object]] = []
+            if now >= next_sync:
+                next_sync = now + (self._sync_every_s or float("inf"))
+                due.append(lambda: self._try("sync", self._log.sync_now))
+            if now >= next_look:
+                next_look = now + _LOOK_S
+                due.append(lambda: self._try("snapshot", self._log.keep_small))
+            if now >= next_clean:
+                next_clean = now + self._clean_every_s
+                due.append(self.clean)
+            for action in due:
+                call_subscriber(action)  # a bug is reported as uncaught; the thread serves on
 
     def _try(self, what: str, action: Callable[[], object]) -> None:
         try:

@@ -1,4 +1,5 @@
-"""CommitLog: from records on the disk to pages that are there. It decides when a put is done, and what a crash can take.
+"""CommitLog: from records on the disk to pages that are there. It decides when a put is done, and what a crash can
+take.
 
 The order is always: data, then journal, then table, then the caller is told. ``sync`` says where the log waits for
 the disk in between:
@@ -7,13 +8,13 @@ the disk in between:
   the kernel may take any of it; what it tore is found out on reading and is a miss.
 - "interval": as "none", and every ``interval_s`` data and journal are synced: a power failure takes at most what was
   acknowledged since the last sync that was begun.
-- "batch": data is synced before the journal, and the journal before the caller is told: a power failure takes nothing that
-  was acknowledged. Batches that are done at the same time share the syncs.
+- "batch": data is synced before the journal, and the journal before the caller is told: a power failure takes nothing
+  that was acknowledged. Batches that are done at the same time share the syncs.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.tiers.base import PageStatus
+from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.disk_table import SlotTable
 from kvtransfer.tiers.disk_transfers import Outcome, WriteTransfer
 from kvtransfer.tiers.io import Storage
@@ -146,7 +148,8 @@ class CommitLog:
             self._append(self._take_gone(), sync=self._mode == "batch")
 
     def close(self) -> None:
-        """Commit what is queued, sync, write a snapshot. Raises OSError if that failed; everything is closed then too."""
+        """Commit what is queued, sync, write a snapshot. Raises OSError if that failed; everything is closed then
+        too."""
         with self._changed:
             self._ending = True
             self._changed.notify()
@@ -171,10 +174,7 @@ class CommitLog:
                     return
                 items = list(self._queue)
                 self._queue.clear()
-            try:
-                self._commit(items)
-            except BaseException:  # a bug: reported as uncaught; the thread serves on
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            call_subscriber(functools.partial(self._commit, items))  # a bug is reported as uncaught; this serves on
 
     def _commit(self, items: list[_Item]) -> None:
         writes = [(transfer, whole) for transfer, whole, _ in items if transfer is not None]
@@ -206,7 +206,7 @@ class CommitLog:
                 else:
                     outcomes.append((transfer.positions[at], PageStatus.OK, None))
                     moved += sum(part.size for part in transfer.buffers[at])
-            transfer.batch.settle_many(outcomes, moved_bytes=moved)
+            transfer.settle(outcomes, moved)
         for _, _, flushed in items:
             if flushed is not None:
                 flushed(error)

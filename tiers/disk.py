@@ -1,72 +1,64 @@
 """DiskTier: pages in slab files on local disks. They are there again after a restart, and never wrong.
 
-Each page is one record, payload and trailer in one place, in a slot of a preallocated slab file. A journal says which page
-lies in which slot; a record says what it is itself, and is checked whenever it is read, so whatever a crash, a bad sector
-or another program did to it makes a miss, never a wrong byte.
+Each page is one record, payload and trailer in one place, in a slot of a preallocated slab file. A journal says which
+page lies in which slot; a record says what it is itself, and is checked whenever it is read, so whatever a crash, a bad
+sector or another program did to it makes a miss, never a wrong byte.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, OwnershipError, TierError
+from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, TierHandle, TierStats
 from kvtransfer.tiers.batch import Batch
-from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.cleaner import Cleaner
 from kvtransfer.tiers.commit_log import CommitLog, SyncMode
 from kvtransfer.tiers.disk_folder import Place
-from kvtransfer.tiers.disk_open import DiskPlan, OpenDisk, open_disk
+from kvtransfer.tiers.disk_open import DiskPlan, open_disk
+from kvtransfer.tiers.disk_reading import DiskReading, failing
 from kvtransfer.tiers.disk_room import DiskRoom
-from kvtransfer.tiers.disk_transfers import BatchTransfer, Outcome, ReadTransfer, WriteTransfer
+from kvtransfer.tiers.disk_transfers import Outcome, ReadTransfer, WriteTransfer
 from kvtransfer.tiers.eviction import LRU, EvictionPolicy
 from kvtransfer.tiers.io import Storage
 from kvtransfer.tiers.keys import Namespace
 from kvtransfer.tiers.pins import PinBook
-from kvtransfer.tiers.quick_check import QuickCheck
-from kvtransfer.tiers.registered import RegisteredMemory, overlaps
 from kvtransfer.tiers.storage import EngineKind, FileStorage
 
 
-class DiskTier:
+class DiskTier(DiskReading):
     """Records of ``spec`` under one or several folders. See `Tier` and the module. Thread-safe.
 
     Args:
-        paths: folders, as a sequence or in one string with ``;`` between them; slabs are spread over all. All processes of
-            a host may be given the same ones: each makes a sub-folder of its own (disk_folder.py) and finds it again.
+        paths: folders, as a sequence or in one string with ``;`` between them; slabs are spread over all. All processes
+            of a host may be given the same ones: each makes a sub-folder of its own (disk_folder.py) and finds it
+                again.
         spec: of the records of this process (its share of layers and heads).
-        namespace: of the model served (keys.py): names the folder, so that another model's records are never met. Records of
-            the model's adapters may lie in it: their stored keys differ.
+        namespace: of the model served (keys.py): names the folder, so that another model's records are never met.
+            Records of the model's adapters may lie in it: their stored keys differ.
         capacity_bytes: of everything that is kept, records, trailers, journals; of all ``owners`` processes together. A
             process takes its share and says how much that is.
         capacity_pages: instead: exactly how many records this process may keep; journals come on top.
         owners: how many processes share ``capacity_bytes``.
         place: which of them this is. Two at one place: the second is refused.
-        sync: what survives what, see commit_log.py. "none": everything acknowledged survives the process. "interval": and
-            a power failure, but for the last ``interval_s``. "batch": and a power failure, all of it.
+        sync: what survives what, see commit_log.py. "none": everything acknowledged survives the process. "interval":
+            and a power failure, but for the last ``interval_s``. "batch": and a power failure, all of it.
         file_bytes: length of a slab; a 64th of the capacity, at least 64 MiB and at most 16 GiB, unless told otherwise.
-        policy: which pages go first; the least recently used, unless told otherwise. Pages that are pinned or read stay.
+        policy: which pages go first; the least recently used, unless told otherwise. Pages that are pinned or read
+            stay.
         clean_every_s, full_share, idle_s: the cleaner, see cleaner.py.
-        disk_share: the capacity is cut at open so that the file system stays below this share of its size; a slab is not
-            made where it would pass it, and whole slabs go where others fill it.
+        disk_share: the capacity is cut at open so that the file system stays below this share of its size; a slab is
+            not made where it would pass it, and whole slabs go where others fill it.
         engine, direct: see `FileStorage`. storage: stands in for it. clock: Unix time.
 
-    A batch whose time is up ends what the device was not given yet. What it was given is waited for: the kernel may touch
-    those buffers, so no deadline can end it, and a device that never answers holds its handles.
+    A batch whose time is up ends what the device was not given yet. What it was given is waited for: the kernel may
+    touch those buffers, so no deadline can end it, and a device that never answers holds its handles.
     Raises ConfigError, OwnershipError (a second owner), CapacityError (no room for one record), OSError.
     """
-
-    shared = False
-    needs_registration = False
 
     def __init__(
         self,
@@ -77,7 +69,7 @@ class DiskTier:
         capacity_bytes: int | None = None,
         capacity_pages: int | None = None,
         owners: int = 1,
-        place: Place = Place(),
+        place: Place | None = None,
         sync: SyncMode = "none",
         interval_s: float = 1.0,
         file_bytes: int | None = None,
@@ -101,7 +93,7 @@ class DiskTier:
             capacity_bytes=capacity_bytes,
             capacity_pages=capacity_pages,
             owners=owners,
-            place=place,
+            place=Place() if place is None else place,
             file_bytes=file_bytes,
             disk_share=disk_share,
         )
@@ -113,32 +105,23 @@ class DiskTier:
         if not 0 < full_share <= 1:
             raise ConfigError(f"{name}: full_share: expected a share above 0 and at most 1, got {full_share}")
         plan.check()
-        self.name = name
-        self._observer, self._clock = observer, clock
-        self._storage = (
-            FileStorage(name, engine=engine, direct=direct, observer=observer) if storage is None else storage
-        )
-        self._lock = threading.Lock()  # of the table
+        files = FileStorage(name, engine=engine, direct=direct, observer=observer) if storage is None else storage
         try:
-            self._disk: OpenDisk = open_disk(self._storage, plan, LRU() if policy is None else policy, observer)
+            disk = open_disk(files, plan, LRU() if policy is None else policy, observer)
         except BaseException:
-            self._storage.close()
+            files.close()
             raise
-        self.folders = self._disk.folders
-        self.record_bytes = self._disk.record_bytes
-        self._table, self._slabs = self._disk.table, self._disk.slabs
-        self._check = QuickCheck(spec.page_bytes, self._disk.trailer_bytes)
-        self._book = BatchBook(name, observer)
-        self._book.count("recovered", len(self._table))
-        self._book.count("journal_damaged", self._disk.damaged)
+        super().__init__(
+            name, files, disk.table, disk.slabs, page_bytes=spec.page_bytes, slot_bytes=disk.slot_bytes,
+            trailer_bytes=disk.trailer_bytes, clock=clock, observer=observer,
+        )  # fmt: skip
+        self.folders = disk.folders
+        self._found = {"recovered": len(disk.table), "journal_damaged": disk.damaged}
         self._pins = PinBook()
-        self._registered = RegisteredMemory(name)
-        self._ending = threading.Lock()
-        self._ended = False
         self._log = CommitLog(
             name,
             self._storage,
-            self._disk.journal,
+            disk.journal,
             self._table,
             self._lock,
             sync,
@@ -157,43 +140,22 @@ class DiskTier:
 
     # --- the verbs
 
-    def lookup(self, keys: Sequence[bytes]) -> TierHandle:
-        batch = self._book.open("lookup", keys)
-        with self._lock:
-            slots = self._table.find(keys)
-        batch.settle_many((at, PageStatus.OK if slot >= 0 else PageStatus.MISS, None) for at, slot in enumerate(slots))
-        return batch
-
-    def get_into(
-        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, deadline_s: float | None = None
-    ) -> TierHandle:
-        batch = self._book.open("get", keys, buffers, deadline_s=deadline_s)
-        unfit = self._unfit(buffers)
-        asked = [at for at in range(len(keys)) if at not in unfit]
-        with self._lock:
-            slots = dict(zip(asked, self._table.begin_read([keys[at] for at in asked]), strict=True))
-            there = [at for at, slot in slots.items() if slot >= 0]
-            where = self._where([slots[at] for at in there])
-        if len(there) < len(keys):
-            outcomes: list[Outcome] = [(at, PageStatus.MISS, None) for at, slot in slots.items() if slot < 0]
-            batch.settle_many(outcomes + [(at, PageStatus.ERROR, error) for at, error in unfit.items()])
-        if there:
-            transfer = ReadTransfer(
-                batch, there, [slots[at] for at in there], where, buffers,
-                check=self._check, dropped=self._unread, ended=self._read_ended,
-            )  # fmt: skip
-            self._submit(transfer)
-        return batch
-
     def put_from(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, deadline_s: float | None = None
     ) -> TierHandle:
         batch = self._book.open("put", keys, buffers, deadline_s=deadline_s)
+        with failing(batch):
+            self._put(batch, keys, buffers)
+        return batch
+
+    def _put(self, batch: Batch, keys: Sequence[bytes], buffers: Sequence[RecordBuffer]) -> None:
         with self._lock:
             there = self._table.find(keys)
             self._table.touch([key for key, slot in zip(keys, there, strict=True) if slot >= 0], self._clock())
         outcomes: list[Outcome] = []
         wanted: list[int] = []
+        twins: dict[int, list[int]] = {}  # of a page that is named twice, its other positions
+        first: dict[bytes, int] = {}
         unfit = self._unfit(buffers)
         for at, (key, buffer, slot) in enumerate(zip(keys, buffers, there, strict=True)):
             wrong = unfit[at] if at in unfit else self._check.sealed(key, buffer)
@@ -201,10 +163,14 @@ class DiskTier:
                 outcomes.append((at, PageStatus.ERROR, wrong))
             elif slot >= 0:
                 outcomes.append((at, PageStatus.OK, None))
+            elif key in first:
+                twins.setdefault(first[key], []).append(at)
             else:
+                first[key] = at
                 wanted.append(at)
         slots, refused = self._room.make(len(wanted))
-        outcomes += [(at, PageStatus.NO_ROOM, refused) for at in wanted[len(slots) :]]
+        for at in wanted[len(slots) :]:
+            outcomes += [(twin, PageStatus.NO_ROOM, refused) for twin in (at, *twins.get(at, ()))]
         if outcomes:
             batch.settle_many(outcomes)
         if slots:
@@ -214,11 +180,11 @@ class DiskTier:
                 slots,
                 self._where(slots),
                 buffers,
+                twins=twins,
                 dropped=self._unwritten,
                 written=self._log.written,
             )
             self._submit(transfer)
-        return batch
 
     def remove(self, keys: Sequence[bytes]) -> TierHandle:
         batch = self._book.open("remove", keys)
@@ -266,24 +232,8 @@ class DiskTier:
             pages,
             pinned,
             self._book.in_flight,
-            self._book.counters(),
+            {**self._book.counters(), **self._found},
         )
-
-    def register(self, memory: NDArray[np.uint8]) -> None:
-        """Map ``memory`` for the device, where the memlock limit allows; slower without, which is told once.
-
-        Chunks end between slots if ``memory`` is a whole number of payloads or trailers. See `Tier.register`.
-        """
-        self._registered.add(memory)
-        payload = self._disk.slot_bytes
-        self._storage.register(memory, payload if memory.size % payload == 0 else self._disk.trailer_bytes)
-
-    def unregister(self, memory: NDArray[np.uint8]) -> None:
-        for batch in self._book.batches():
-            if overlaps(memory, batch.buffers):
-                raise OwnershipError(f"{self.name}: unregister: expected memory that no batch uses, got {batch!r}")
-        self._registered.remove(memory)
-        self._storage.unregister(memory)
 
     def clean(self) -> None:
         """What the cleaner does every ``clean_every_s``, now, on the calling thread."""
@@ -293,95 +243,22 @@ class DiskTier:
         """Return once everything acknowledged survives a power failure, whatever ``sync=`` says. Raises OSError."""
         self._log.sync_now()
 
-    def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
-        """See `Tier.close`. Everything acknowledged is synced, in every mode. Raises OSError if that failed.
-
-        Where the time is up and the device still holds buffers, a thread in the background closes when it lets go.
-        """
-        with self._ending:
-            if self._ended:
-                return
-            try:
-                self._book.close(drain=drain, timeout_s=timeout_s)
-            except DeadlineExceeded:
-                if self._book.in_flight:
-                    self._ended = True
-                    threading.Thread(target=self._end, name=f"{self.name}-end", daemon=True).start()
-                else:
-                    self._ended = True
-                    self._end()
-                raise
-            self._ended = True
-            self._end()
-
-    def __enter__(self) -> DiskTier:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     # --- inside
 
-    def _end(self) -> None:
+    def _end_more(self) -> None:
         self._cleaner.close()
-        self._book.close()
-        try:
-            self._log.close()
-        finally:
-            self._storage.close()
-            for memory in self._registered.regions():
-                self._registered.remove(memory)
-
-    def _unfit(self, buffers: Sequence[RecordBuffer]) -> dict[int, LayoutError]:
-        """Buffers that no record of this tier fits, by position."""
-        payload, trailer = self._disk.slot_bytes, self._disk.trailer_bytes
-        return {
-            at: LayoutError(
-                f"{self.name}: buffers[{at}]: expected a payload of {payload} bytes and a trailer of {trailer}, "
-                f"got {buffer.payload.size} and {buffer.trailer.size}"
-            )
-            for at, buffer in enumerate(buffers)
-            if buffer.payload.size != payload or buffer.trailer.size != trailer
-        }
-
-    def _where(self, slots: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The storage's file and the offset of each slot."""
-        files, offsets = [], []
-        for slot in slots:
-            number, index = self._table.file_of(slot)
-            files.append(self._slabs.files[number].file)
-            offsets.append(index * self.record_bytes)
-        return files, offsets
-
-    def _submit(self, transfer: BatchTransfer) -> None:
-        try:
-            self._storage.submit(transfer)
-        except TierError as error:  # I/O has ended: a bug of the engine's, or the tier is closing
-            transfer.leave(list(range(len(transfer.positions))))
-            transfer.batch.fail(error)
-
-    def _unread(self, slots: list[int]) -> None:
-        with self._lock:
-            self._table.end_read(slots)
+        self._log.close()
 
     def _unwritten(self, slots: list[int]) -> None:
         with self._lock:
             self._table.give_back(slots)
 
-    def _read_ended(self, transfer: ReadTransfer, good: list[int], bad: list[int], ended: list[int]) -> list[Outcome]:
-        """Pages are read: those that do not verify are set aside before anybody hears of them."""
+    def _set_aside(self, transfer: ReadTransfer, bad: list[int]) -> list[Outcome]:
         rotten = transfer.keys_of(bad)
         with self._lock:
-            self._table.touch(transfer.keys_of(good), self._clock())
-            same = [
-                key
-                for key, at, slot in zip(rotten, bad, self._table.find(rotten), strict=True)
-                if slot == transfer.slots[at]
-            ]
+            found = zip(rotten, bad, self._table.find(rotten), strict=True)
+            same = [key for key, at, slot in found if slot == transfer.slots[at]]
             self._log.note_gone(self._table.drop(same))
-            self._table.end_read([transfer.slots[at] for at in ended])
         for key in rotten:
             self._observer.noted("tier.corrupt", name=self.name, page=key.hex())
         return []

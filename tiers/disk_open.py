@@ -142,8 +142,8 @@ def open_disk(storage: Storage, plan: DiskPlan, policy: EvictionPolicy, observer
     observer.noted(
         "disk.size",
         name=plan.name,
-        message=f"{plan.name}: {slabs.max_slots} pages, {share} bytes, share of 1 in {plan.owners} at {plan.place.folder()}"
-        f"{cut}; {len(table)} pages found, {lost} lost, {found.damaged} damaged journal batches",
+        message=f"{plan.name}: {slabs.max_slots} pages, {share} bytes at {plan.place.folder()}, which has one share of "
+        f"{plan.owners}{cut}; {len(table)} pages found, {lost} lost, {found.damaged} damaged journal batches",
         cut=bool(why),
         share_bytes=share,
         found_pages=len(table),

@@ -87,8 +87,8 @@ class DiskRoom:
     # --- for the cleaner
 
     def evict_above(self, share: float, idle_s: float) -> int:
-        """While more than ``share`` of the capacity is used: pages unused for ``idle_s``, then victims of the policy. How
-        many went."""
+        """While more than ``share`` of the capacity is used: pages unused for ``idle_s``, then victims of the policy.
+        How many went."""
         with self._lock:
             excess = len(self._table) - int(share * self._slabs.max_slots)
             victims: Sequence[bytes] = ()
@@ -100,8 +100,8 @@ class DiskRoom:
         return len(victims)
 
     def shrink_overfull(self) -> int:
-        """Delete slabs, the longest unused first, until no file system is over its share. How many. Raises OSError if one
-        can't be unlinked; the others go all the same."""
+        """Delete slabs, the longest unused first, until no file system is over its share. How many. Raises OSError if
+        one can't be unlinked; the others go all the same."""
         with self._growing:
             self._slabs.delete_stuck()
             deleted = 0

@@ -12,15 +12,17 @@ from numpy.typing import NDArray
 from kvtransfer.tiers.eviction import EvictionPolicy
 from kvtransfer.tiers.journal import PUT, entries_of
 
+_OVER = 64  # groups of ended reads that may wait to be taken in
+
 
 class SlotTable:
-    """The books of one disk tier, in memory only. Not thread-safe: the tier holds its lock.
+    """The books of one disk tier, in memory only. Not thread-safe: the tier holds its lock (but for `read_over`).
 
     A slot is free, being written (`allocate` to `publish` or `give_back`), or holds a page. A page that is dropped
     while it is read leaves the table at once; its slot is free when the last reader is done.
 
-    ``slots_per_file``: slot ``s`` lies in slab ``s // slots_per_file``. ``paths``: free slots are taken from each path in
-    turn.
+    ``slots_per_file``: slot ``s`` lies in slab ``s // slots_per_file``. ``paths``: free slots are taken from each path
+    in turn.
     """
 
     def __init__(self, slots_per_file: int, paths: int, policy: EvictionPolicy) -> None:
@@ -32,8 +34,10 @@ class SlotTable:
         self._turn = 0
         self._files: dict[int, tuple[int, int]] = {}  # slab -> its path and its slots
         self._used_s = np.zeros(0, dtype=np.float64)
-        self._readers = np.zeros(0, dtype=np.int32)
+        self._readers: dict[int, int] = {}  # how many read a slot, where some do
         self._writing: set[int] = set()
+        self._doomed: set[int] = set()  # dropped, and read still
+        self._over: deque[tuple[list[int], list[bytes], float]] = deque()  # told by `read_over`
 
     # --- slabs
 
@@ -50,9 +54,8 @@ class SlotTable:
     def add_file(self, number: int, path: int, slots: int) -> None:
         """A slab is there, all its slots free."""
         need = (number + 1) * self.slots_per_file
-        if need > len(self._readers):
+        if need > len(self._used_s):
             self._used_s = np.concatenate((self._used_s, np.zeros(need - len(self._used_s))))
-            self._readers = np.concatenate((self._readers, np.zeros(need - len(self._readers), dtype=np.int32)))
         first = number * self.slots_per_file
         self._files[number] = (path, slots)
         self._free[path].extend(range(first, first + slots))
@@ -68,14 +71,17 @@ class SlotTable:
 
     def busy_file(self, number: int, pinned: Collection[bytes]) -> bool:
         """Whether something in the slab is being read or written, or is pinned."""
+        self._settle()
         first = number * self.slots_per_file
         mine = range(first, first + self._files[number][1])
-        if self._readers[first : first + len(mine)].any() or any(slot in mine for slot in self._writing):
+        if any(slot in mine for slot in self._readers) or any(slot in mine for slot in self._writing):
             return True
         return any(self._slot_of.get(key, -1) in mine for key in pinned)
 
     def files_by_use(self) -> list[int]:
         """Slabs, the one whose newest use is the longest ago first."""
+
+        self._settle()
 
         def newest(number: int) -> float:
             first = number * self.slots_per_file
@@ -100,20 +106,45 @@ class SlotTable:
 
     def begin_read(self, keys: Sequence[bytes]) -> list[int]:
         """`find`; the slots stay as they are until `end_read`."""
+        if len(self._over) > _OVER:
+            self._settle()
         slots = self.find(keys)
-        np.add.at(self._readers, [slot for slot in slots if slot >= 0], 1)
+        readers = self._readers
+        for slot in slots:
+            if slot >= 0:
+                readers[slot] = readers.get(slot, 0) + 1
         return slots
 
     def end_read(self, slots: Sequence[int]) -> None:
         """These are not read any more."""
-        np.subtract.at(self._readers, list(slots), 1)
+        readers = self._readers
         for slot in slots:
-            if self._readers[slot] == 0 and slot not in self._key_of and slot not in self._writing:
+            left = readers[slot] - 1
+            if left:
+                readers[slot] = left
+                continue
+            del readers[slot]
+            if slot in self._doomed:
+                self._doomed.discard(slot)
                 self._release(slot)
+
+    def read_over(self, slots: list[int], used: list[bytes], now_s: float) -> None:
+        """`end_read`, and `touch` of ``used``: may be called without the lock. Whoever next looks at what depends on
+        it, sees it. (A thread that reads for others must not wait for a lock whose holder waits for the interpreter:
+        beside a busy Python thread that took 8 ms a batch.)"""
+        self._over.append((slots, used, now_s))
+
+    def _settle(self) -> None:
+        """Take in what `read_over` was told."""
+        while self._over:
+            slots, used, now_s = self._over.popleft()
+            self.touch(used, now_s)
+            self.end_read(slots)
 
     def is_read(self, slot: int) -> bool:
         """Whether somebody reads it."""
-        return bool(self._readers[slot])
+        self._settle()
+        return slot in self._readers
 
     def touch(self, keys: Sequence[bytes], now_s: float) -> None:
         """Pages were used."""
@@ -123,6 +154,7 @@ class SlotTable:
 
     def allocate(self, count: int) -> list[int]:
         """Up to ``count`` free slots, to be written, spread over the paths."""
+        self._settle()
         taken: list[int] = []
         empty = 0
         while len(taken) < count and empty < len(self._free):
@@ -153,19 +185,23 @@ class SlotTable:
 
     def drop(self, keys: Iterable[bytes]) -> list[tuple[bytes, int]]:
         """Forget pages; returns those that were there, with their slots."""
+        self._settle()
         gone: list[tuple[bytes, int]] = []
         for key in keys:
             slot = self._slot_of.pop(key, None)
             if slot is not None:
                 del self._key_of[slot]
                 gone.append((key, slot))
-                if not self._readers[slot]:
+                if slot in self._readers:
+                    self._doomed.add(slot)
+                else:
                     self._release(slot)
         self._policy.removed([key for key, _ in gone])
         return gone
 
     def idle_since(self, before_s: float) -> list[bytes]:
         """Pages whose last use was before ``before_s``, the longest unused first."""
+        self._settle()
         slots = np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
         used = self._used_s[slots]
         idle = slots[used < before_s]
@@ -173,20 +209,22 @@ class SlotTable:
 
     def choose_victims(self, count: int, pinned: Collection[bytes], first: Iterable[bytes] = ()) -> list[bytes]:
         """Up to ``count`` pages to evict: from ``first``, then as the policy says; none that is pinned or read."""
+        self._settle()
         chosen: dict[bytes, None] = {}
         for source in (first, self._policy.victims()):
             for key in source:
                 if len(chosen) >= count:
                     return list(chosen)
                 slot = self._slot_of.get(key)
-                if slot is not None and key not in pinned and not self._readers[slot]:
+                if slot is not None and key not in pinned and slot not in self._readers:
                     chosen[key] = None
         return list(chosen)
 
     # --- the journal's view
 
     def restore(self, entries: NDArray[Any]) -> int:
-        """Take over what a journal says, in order. Returns how many pages lie in slots that are not there (any more)."""
+        """Take over what a journal says, in order. Returns how many pages lie in slots that are not there (any
+        more)."""
         slot_of: dict[bytes, tuple[int, int]] = {}  # key -> slot, position of the entry
         key_of: dict[int, bytes] = {}
         names = entries["key"].tobytes()
@@ -212,8 +250,15 @@ class SlotTable:
         self._policy.added([key for key, _ in ordered])
         return len(slot_of) - len(there)
 
+    def take_pages_of(self, other: SlotTable) -> None:
+        """Hold what ``other`` does, of the same slabs and maybe more. What is being read stays so."""
+        self._settle()
+        self._files, self._used_s = other._files, other._used_s
+        self._slot_of, self._key_of = other._slot_of, other._key_of
+
     def entries(self) -> NDArray[Any]:
         """What there is, as journal entries."""
+        self._settle()
         slots = np.fromiter(self._key_of, dtype=np.int64, count=len(self._key_of))
         return entries_of(PUT, slots, self._used_s[slots], list(self._key_of.values()))
 

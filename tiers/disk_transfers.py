@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -77,8 +77,8 @@ class BatchTransfer(Transfer):
 
 
 class ReadTransfer(BatchTransfer):
-    """Reads; each record is checked as it comes. ``ended`` is told positions that were right, those that were not, and all,
-    before the batch is."""
+    """Reads; each record is checked as it comes. ``ended`` is told positions that were right, those that were not, and
+    all, before the batch is."""
 
     def __init__(
         self,
@@ -120,7 +120,8 @@ class ReadTransfer(BatchTransfer):
 
 
 class WriteTransfer(BatchTransfer):
-    """Writes. Once the device is done with every page that was begun, ``written`` is told, with those that are whole."""
+    """Writes; ``twins`` are other positions of the same page in the batch: they share its outcome. Once the device is
+    done with every page that was begun, ``written`` is told, with those that are whole."""
 
     def __init__(
         self,
@@ -130,10 +131,12 @@ class WriteTransfer(BatchTransfer):
         where: tuple[list[int], list[int]],
         buffers: Sequence[RecordBuffer],
         *,
+        twins: Mapping[int, Sequence[int]],
         dropped: Callable[[list[int]], None],
         written: Callable[[WriteTransfer, list[int]], None],
     ) -> None:
         super().__init__(batch, positions, slots, where, buffers, write=True, dropped=dropped)
+        self._twins = twins
         self._written = written
         self._lock = threading.Lock()
         self._left = len(self.positions)
@@ -149,8 +152,15 @@ class WriteTransfer(BatchTransfer):
             self._whole += [at for at, code in zip(positions, errors, strict=True) if not code]
         if failed:
             self._dropped([self.slots[at] for at, _ in failed])
-            self.batch.settle_many([self.failure(at, code) for at, code in failed])
+            self.settle([self.failure(at, code) for at, code in failed])
         self._count(len(positions))
+
+    def settle(self, outcomes: list[Outcome], moved_bytes: int = 0) -> None:
+        """Tell the batch."""
+        if self._twins:
+            more = [(twin, status, error) for at, status, error in outcomes for twin in self._twins.get(at, ())]
+            outcomes = outcomes + more
+        self.batch.settle_many(outcomes, moved_bytes=moved_bytes)
 
     def _count(self, done: int) -> None:
         with self._lock:

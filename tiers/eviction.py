@@ -8,7 +8,8 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Told what happens to a tier's pages, asked for victims. Keys are stored keys. The tier calls it under its own lock:
+    """Told what happens to a tier's pages, asked for victims. Keys are stored keys. The tier calls it under its own
+    lock:
     calls must be short and must not call the tier."""
 
     def added(self, keys: Sequence[bytes]) -> None:
@@ -21,8 +22,8 @@ class EvictionPolicy(Protocol):
         """Pages that are there no more, evicted or not."""
 
     def victims(self) -> Iterator[bytes]:
-        """All pages, the first to go first. The tier takes as many as it needs, skips those that it must keep, and calls
-        `removed` for those that went once it is done iterating."""
+        """All pages, the first to go first. The tier takes as many as it needs, skips those that it must keep, and
+        calls `removed` for those that went once it is done iterating."""
 
 
 class LRU:

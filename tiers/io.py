@@ -26,10 +26,11 @@ SHORT = errno.ENODATA  # what a transfer is told of a record that was moved in p
 class Transfer:
     """Records to read or write in one call. A tier subclasses it for `start` and `finish`.
 
-    write    direction: True writes the buffers to the files
-    files    the file of each record, as `Storage.open` numbered it
-    offsets  int64, where each record begins there: its payload, and its trailer behind it, are one run of bytes
-    buffers  each record's memory; the engine keeps it alive
+    write      direction: True writes the buffers to the files
+    files      the file of each record, as `Storage.open` numbered it
+    offsets    int64, where each record begins there: its payload, and its trailer behind it, are one run of bytes
+    buffers    each record's memory; the engine keeps it alive
+    addresses  uint64 ``[records, 2]``: where payload and trailer of each buffer begin; ``sizes``: their bytes
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Transfer:
         self.files = files
         self.offsets = offsets
         self.buffers = list(buffers)
+        self.addresses = np.array([(address(b.payload), address(b.trailer)) for b in buffers], dtype=np.uint64)
+        self.sizes = np.array([(len(b.payload), len(b.trailer)) for b in buffers], dtype=np.uint64)
 
     def start(self, positions: list[int]) -> list[int]:
         """Those of ``positions`` that are still wanted; called just before they are given to the device. From then on
@@ -93,8 +96,8 @@ class Storage(Protocol):
         """Names in it, sorted; empty if there is no such folder."""
 
     def lock(self, path: str, text: str) -> None:
-        """Take the lock file ``path`` until `close`, and write ``text`` into it for others to read. OwnershipError, with
-        their text, if somebody has it."""
+        """Take the lock file ``path`` until `close`, and write ``text`` into it for others to read. OwnershipError,
+        with their text, if somebody has it."""
 
     def create(self, path: str, nbytes: int, *, slab: bool) -> int:
         """A new file of ``nbytes`` zeros, its space reserved; synced, its name too. Nothing is left behind on failure.

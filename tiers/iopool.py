@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
-import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import TierError
+from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer
 
 THREADS = 8
@@ -19,12 +21,18 @@ CHUNK = 16  # records a thread takes at a time: enough to be worth a turn of the
 
 
 class PoolEngine:
-    """`THREADS` threads that read and write records in chunks. Thread-safe."""
+    """``threads`` threads that read and write records in chunks. Thread-safe.
+
+    ``move`` stands in for preadv and pwritev: it moves one record of a transfer, whole, and returns 0 or an errno.
+    """
 
     kind = "threads"
 
-    def __init__(self, name: str = "disk", *, threads: int = THREADS) -> None:
+    def __init__(
+        self, name: str = "disk", *, threads: int = THREADS, move: Callable[[Transfer, int], int] | None = None
+    ) -> None:
         self._name = name
+        self._move = self._move_by_calls if move is None else move
         self._changed = threading.Condition()
         self._queue: deque[tuple[Transfer, list[int]]] = deque()
         self._closing = False
@@ -78,14 +86,15 @@ class PoolEngine:
                 if not self._queue:
                     return
                 transfer, positions = self._queue.popleft()
-            try:
-                started = transfer.start(positions)
-                if started:
-                    transfer.finish(started, [self._move(transfer, p) for p in started])
-            except BaseException:  # a bug of the tier's: reported as uncaught; this thread serves on
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+            # a bug of the tier's is reported as uncaught; this thread serves on
+            call_subscriber(functools.partial(self._serve, transfer, positions))
 
-    def _move(self, transfer: Transfer, position: int) -> int:
+    def _serve(self, transfer: Transfer, positions: list[int]) -> None:
+        started = transfer.start(positions)
+        if started:
+            transfer.finish(started, [self._move(transfer, p) for p in started])
+
+    def _move_by_calls(self, transfer: Transfer, position: int) -> int:
         """Move one record whole: 0, or the errno."""
         fd, start = self._fds[transfer.files[position]], int(transfer.offsets[position])
         payload, trailer = transfer.buffers[position]

@@ -1,7 +1,7 @@
 """QuickCheck: is a record whole, for many records of one kind.
 
-What `sealed.check_sealed` and `check_whole` decide, at a fifth of their time (5 us a page of 64 KiB instead of 24) for a
-record that is right. One that is not goes through them, and they say what is wrong.
+What `sealed.check_sealed` and `check_whole` decide, at a fifth of their time (5 us a page of 64 KiB instead of 24) for
+a record that is right. One that is not goes through them, and they say what is wrong.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _HAS_CHECKSUM = 2
 _SIZES = struct.Struct("<QQ")  # payload length and xxh3, at 120
 _CHECK = struct.Struct("<Q")  # of the trailer, at 248
 _ZEROS = bytes(8)
-# xxhash gives the interpreter lock away above this; beside a busy Python thread, getting it back takes up to 5 ms a page.
+# xxhash gives the interpreter lock away above this; beside a busy Python thread, getting it back takes up to 5 ms a
+# page.
 _KEEPS_LOCK_BYTES = 64 << 10
 
 
 class QuickCheck:
-    """Checks records of ``payload_bytes`` with a trailer of ``trailer_bytes``. (A stored key is a digest over the content
-    namespace too: a record under the right key is of the right one.)"""
+    """Checks records of ``payload_bytes`` with a trailer of ``trailer_bytes``. (A stored key is a digest over the
+    content namespace too: a record under the right key is of the right one.)"""
 
     def __init__(self, payload_bytes: int, trailer_bytes: int) -> None:
         self._payload_bytes = payload_bytes

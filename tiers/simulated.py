@@ -2,8 +2,8 @@
 
 `SimulatedDisk` is what outlives a crash, `SimulatedStorage` is one process's view of it (see `Storage`). Unlike a real
 kernel, which usually writes things back in order and soon, the crash here takes any part of what it is allowed to take:
-unsynced writes are dropped, kept in any order, or torn at any sector; a length that was not synced may be lost; names made,
-renamed and removed since their folder was synced are undone from some moment on.
+unsynced writes are dropped, kept in any order, or torn at any sector; a length that was not synced may be lost; names
+made, renamed and removed since their folder was synced are undone from some moment on.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-import sys
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -22,6 +20,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import OwnershipError, TierError
 from kvtransfer.tiers.io import SHORT, Transfer, Usage
+from kvtransfer.tiers.iopool import PoolEngine
 
 CrashMode = Literal["drop", "reorder", "tear", "mixed"]
 SECTOR_BYTES = 512
@@ -68,23 +67,21 @@ class SimulatedDisk:
 
     Args:
         capacity_bytes: of the one file system; a file takes its length.
-        fault: called before each action with its name ("read", "write", "write_at", "sync", "create", "open", "replace",
-            "remove", "sync_folder") and the path; an OSError that it returns is raised there instead. May be replaced.
-        seed: of the order in which the records of a transfer are moved.
+        fault: called before each action with its name ("read", "write", "write_at", "sync", "create", "open",
+            "replace", "remove", "sync_folder") and the path; an OSError that it returns is raised. May be replaced.
 
     Attributes:
         actions: how many there were. others_bytes: what others take of the file system.
         crash_at: the number of the action at which the power fails; it may be done in part, all later ones fail.
     """
 
-    def __init__(self, capacity_bytes: int = 1 << 40, *, fault: Fault | None = None, seed: int = 0) -> None:
+    def __init__(self, capacity_bytes: int = 1 << 40, *, fault: Fault | None = None) -> None:
         self.capacity_bytes = capacity_bytes
         self.fault = fault
         self.others_bytes = 0
         self.actions = 0
         self.crash_at: int | None = None
         self.lock = threading.RLock()
-        self.rng = random.Random(seed)
         self.folders: set[str] = set()
         self.names: dict[str, _Inode] = {}
         self.locks: dict[str, str] = {}
@@ -151,7 +148,7 @@ class SimulatedDisk:
 
 
 class SimulatedStorage:
-    """See `Storage` (io.py) and the module. Transfers run on one thread, their records in random order."""
+    """See `Storage` (io.py) and the module. Transfers run on one thread."""
 
     engine_kind = "simulated"
 
@@ -160,11 +157,9 @@ class SimulatedStorage:
         self._files: dict[int, tuple[str, _Inode]] = {}
         self._next = 0
         self._owned: list[str] = []
-        self._changed = threading.Condition()
-        self._queue: deque[Transfer] = deque()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="simulated-io", daemon=True)
-        self._thread.start()
+        self._starting = threading.Lock()
+        self._engine: PoolEngine | None = None  # from the first transfer on
+        self._closed = False
 
     @property
     def open_files(self) -> int:
@@ -257,11 +252,12 @@ class SimulatedStorage:
             return Usage(0, self._disk.capacity_bytes, self._disk.used_bytes())
 
     def submit(self, transfer: Transfer) -> None:
-        with self._changed:
-            if self._closing:
+        with self._starting:
+            if self._closed:
                 raise TierError("simulated: I/O has ended")
-            self._queue.append(transfer)
-            self._changed.notify()
+            if self._engine is None:
+                self._engine = PoolEngine("simulated", threads=1, move=self._move)
+        self._engine.submit(transfer)
 
     def register(self, memory: NDArray[np.uint8], step_bytes: int) -> bool:
         return False
@@ -270,11 +266,10 @@ class SimulatedStorage:
         pass
 
     def close(self) -> None:
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        with self._starting:
+            self._closed = True
+        if self._engine is not None:
+            self._engine.close()
         with self._disk.lock:
             self._files.clear()
             if self._life == self._disk.life:
@@ -291,23 +286,6 @@ class SimulatedStorage:
         self._files[self._next] = (path, inode)
         return self._next
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                transfer = self._queue.popleft()
-            try:
-                started = transfer.start(list(range(len(transfer.buffers))))
-                with self._disk.lock:
-                    self._disk.rng.shuffle(started)
-                if started:
-                    transfer.finish(started, [self._move(transfer, at) for at in started])
-            except BaseException:  # a bug of the tier's: reported as uncaught; the thread serves on
-                threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
-
     def _move(self, transfer: Transfer, at: int) -> int:
         """One record: 0, or the errno."""
         path, inode = self._files[transfer.files[at]]
@@ -321,7 +299,9 @@ class SimulatedStorage:
             except OSError as error:
                 return error.errno or errno.EIO
             if not transfer.write:
-                data = np.frombuffer(inode.now, dtype=np.uint8)[offset : offset + buffer.payload.size + buffer.trailer.size]
+                data = np.frombuffer(inode.now, dtype=np.uint8)[
+                    offset : offset + buffer.payload.size + buffer.trailer.size
+                ]
                 if data.size < buffer.payload.size + buffer.trailer.size:
                     return SHORT  # beyond the end
                 buffer.payload[:], buffer.trailer[:] = data[: buffer.payload.size], data[buffer.payload.size :]

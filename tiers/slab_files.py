@@ -54,17 +54,28 @@ class SlabFiles:
                 slots = min(self._slots_per_file, self._storage.size(file) // self._record_bytes)
                 self.files[int(digits)] = SlabFile(int(digits), file, path, slots)
 
+    def close_all(self) -> None:
+        """Close all of them. No transfer may be using one."""
+        for slab in self.files.values():
+            self._storage.close_file(slab.file)
+        self.files.clear()
+
     def allowed_slots(self, wanted: int, spare_bytes: int) -> tuple[int, str]:
         """How many of ``wanted`` records fit so that every file system stays below the limit, and in words what cut it
-        ('': nothing). ``spare_bytes`` are for journals, on the first. Raises CapacityError where not one fits."""
+        ('': nothing). What is there stays where no limit is passed. ``spare_bytes`` are for journals, on the first.
+        Raises CapacityError where not one fits."""
         room: dict[int, tuple[int, str]] = {}
         for path, folder in enumerate(self._folders):
             usage = self._storage.usage(folder)
             own = sum(f.slots for f in self.files.values() if f.path == path) * self._record_bytes
+            if path == 0:
+                spare_bytes = max(0, spare_bytes - self._other_bytes(folder))
             limit = int(self._fill_limit * usage.total_bytes)
             free, names = room.get(usage.device, (limit - usage.used_bytes - (spare_bytes if path == 0 else 0), ""))
             room[usage.device] = (free + own, f"{names} {folder}".strip())
         fits = sum(max(0, free) // self._record_bytes for free, _ in room.values())
+        if all(self.overfull_bytes(path) <= 0 for path in range(len(self._folders))):
+            fits = max(fits, self.total_slots)
         if fits >= wanted:
             return wanted, ""
         words = "; ".join(f"{names}: {max(0, free)} bytes" for free, names in room.values())
@@ -72,6 +83,16 @@ class SlabFiles:
         if fits < 1:
             raise CapacityError(f"disk: expected room for a record of {self._record_bytes} bytes, got none: {why}")
         return fits, why
+
+    def _other_bytes(self, folder: str) -> int:
+        """Of what is no slab: journals and snapshots of an earlier run."""
+        total = 0
+        for name in self._storage.list_folder(folder):
+            if not name.startswith(_PREFIX):
+                file = self._storage.open(os.path.join(folder, name), writable=False, slab=False)
+                total += self._storage.size(file)
+                self._storage.close_file(file)
+        return total
 
     def grow(self) -> list[SlabFile]:
         """One more slab on each path, as far as more are allowed and fit; fewest first. Raises OSError if none could be

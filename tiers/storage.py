@@ -128,8 +128,27 @@ class FileStorage:
         return self._add(fd, slab)
 
     def open(self, path: str, *, writable: bool, slab: bool) -> int:
-        access = os.O_RDWR if writable else os.O_RDONLY
-        return self._add(os.open(path, access | os.O_CLOEXEC | self._direct_flag(path, slab)), slab)
+        if writable or not slab:
+            flags = os.O_RDWR if writable else os.O_RDONLY
+            return self._add(os.open(path, flags | os.O_CLOEXEC | self._direct_flag(path, slab)), slab)
+        return self._add(self._open_to_read(path), slab)
+
+    def _open_to_read(self, path: str) -> int:
+        """A slab of somebody else's, where no block may be written to try O_DIRECT: one is read."""
+        folder = os.path.dirname(path)
+        if self._direct is not False and self._can_direct.get(folder, True):
+            fd = -1
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                os.preadv(fd, [mmap.mmap(-1, BLOCK_BYTES)], 0)
+                return fd
+            except OSError as error:
+                if fd >= 0:
+                    os.close(fd)
+                if error.errno not in _NO_DIRECT:
+                    raise
+                self._refused_direct(folder, str(error))
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def _add(self, fd: int, slab: bool) -> int:
         engine_file = self._engine.add_file(fd) if slab else None
@@ -145,14 +164,19 @@ class FileStorage:
         folder = os.path.dirname(path)
         if folder not in self._can_direct:
             why = _refuses_direct(folder)
-            self._can_direct[folder] = not why
-            if why and self._direct:
-                raise ConfigError(f"{self._name}: direct=True: {folder} refuses O_DIRECT: {why}")
             if why:
-                self._observer.fell_back(
-                    "O_DIRECT", f"{self._name}: {folder} is read and written through the page cache: {why}"
-                )
+                self._refused_direct(folder, why)
+            else:
+                self._can_direct[folder] = True
         return os.O_DIRECT if self._can_direct[folder] else 0
+
+    def _refused_direct(self, folder: str, why: str) -> None:
+        if self._direct:
+            raise ConfigError(f"{self._name}: direct=True: {folder} refuses O_DIRECT: {why}")
+        self._can_direct[folder] = False
+        self._observer.fell_back(
+            "O_DIRECT", f"{self._name}: {folder} is read and written through the page cache: {why}"
+        )
 
     def size(self, file: int) -> int:
         return os.fstat(self._files[file].fd).st_size
@@ -242,30 +266,33 @@ class _OnEngine(Transfer):
     while they are on their way: as many as are in flight."""
 
     def __init__(self, inner: Transfer, files: list[int], note_unaligned: Callable[[], None]) -> None:
-        super().__init__(write=inner.write, files=files, offsets=inner.offsets, buffers=inner.buffers)
+        self.write, self.files, self.offsets, self.buffers = inner.write, files, inner.offsets, inner.buffers
+        self.addresses, self.sizes = inner.addresses, inner.sizes
         self._inner = inner
-        self._note_unaligned = note_unaligned
+        self._crooked: set[int] = set(np.flatnonzero((self.addresses % BLOCK_BYTES).any(axis=1)).tolist())
+        self._straight: dict[int, RecordBuffer] = {}
+        if self._crooked:
+            note_unaligned()
+            self.buffers, self.addresses = list(inner.buffers), inner.addresses.copy()
 
     def start(self, positions: list[int]) -> list[int]:
         started = self._inner.start(positions)
-        for position in started:
+        for position in self._crooked.intersection(started) if self._crooked else ():
             theirs = self._inner.buffers[position]
-            if (address(theirs.payload) | address(theirs.trailer)) % BLOCK_BYTES:
-                self._note_unaligned()
-                memory = np.frombuffer(mmap.mmap(-1, theirs.payload.size + theirs.trailer.size), dtype=np.uint8)
-                ours = RecordBuffer(memory[: theirs.payload.size], memory[theirs.payload.size :])
-                if self.write:
-                    ours.payload[:], ours.trailer[:] = theirs
-                self.buffers[position] = ours
+            memory = np.frombuffer(mmap.mmap(-1, theirs.payload.size + theirs.trailer.size), dtype=np.uint8)
+            ours = RecordBuffer(memory[: theirs.payload.size], memory[theirs.payload.size :])
+            if self.write:
+                ours.payload[:], ours.trailer[:] = theirs
+            self.buffers[position] = self._straight[position] = ours
+            self.addresses[position] = address(ours.payload), address(ours.trailer)
         return started
 
     def finish(self, positions: list[int], errors: list[int]) -> None:
-        for position in positions:
-            ours, theirs = self.buffers[position], self._inner.buffers[position]
-            if ours is not theirs:
-                if not self.write:
-                    theirs.payload[:], theirs.trailer[:] = ours
-                self.buffers[position] = theirs
+        for position in self._crooked.intersection(positions) if self._crooked else ():
+            ours, theirs = self._straight.pop(position), self._inner.buffers[position]
+            if not self.write:
+                theirs.payload[:], theirs.trailer[:] = ours
+            self.buffers[position] = theirs
         self._inner.finish(positions, errors)
 
 

@@ -142,7 +142,11 @@ class Ring:
         """Queue ``entries`` (SQE): they are given to the kernel by the next `enter`. The caller keeps to `self.entries`
         of them at a time."""
         tail = int(self._sq_tail[0])
-        self._sqes[(tail + np.arange(len(entries))) & self._sq_mask] = entries
+        first = tail & self._sq_mask
+        fits = min(len(entries), self.entries - first)
+        # Two runs, not one fancy index: that would give the interpreter lock away.
+        self._sqes[first : first + fits] = entries[:fits]
+        self._sqes[: len(entries) - fits] = entries[fits:]
         self._sq_tail[0] = (tail + len(entries)) & 0xFFFFFFFF
         self.unsubmitted += len(entries)
 
