@@ -2,8 +2,8 @@
 
     python bench/bench_tiers.py [disk redis mooncake ...] [--folder DIR] [--json FILE] [--quick]
 
-A tier's part is a function from `Options` to rows, listed in `PARTS`: disk is in bench_disk.py, redis and mooncake are in
-bench_remote.py, which needs their clients and servers.
+A tier's part is a function from `Options` to rows, listed in `PARTS`: disk is in bench_disk.py; redis and mooncake, in
+bench_remote.py, need their clients and servers.
 """
 
 from __future__ import annotations
