@@ -202,6 +202,20 @@ def test_a_server_that_goes_in_the_middle(cut: int) -> None:
     assert run_in_step == [False]
 
 
+def test_what_came_before_the_end_is_yielded() -> None:
+    data, wire = value(SIZE)
+    peer = Peer(wire * 3 + wire[:500], then=lambda far: far.shutdown(socket.SHUT_WR))
+    targets, got = buffers(6), []
+
+    def work(link: RespSocket) -> None:
+        for answer in link.fetch([b"k"] * 6, targets):
+            got.append(answer)
+
+    with pytest.raises(UnavailableError, match="closed the connection"):
+        run(peer, work)
+    assert got == [True] * 3 and all(image(target) == data for target in targets[:3])
+
+
 @pytest.mark.parametrize("cut", [0, 3, 5000])
 def test_a_server_that_falls_silent(cut: int) -> None:
     _, wire = value(SIZE)
