@@ -164,6 +164,7 @@ class Model:
         self.tier, self.let_go = self.open(), 0
         lost = self.held - set(self.there(sorted(self.held)))
         assert len(lost) <= evicted + self.evictions(), f"{len(lost)} pages are gone"
+        self.held -= lost
         self.compare(sorted(self.records), set())
 
     def there(self, keys: list[bytes]) -> list[bytes]:
