@@ -102,7 +102,7 @@ class Model:
     def remove(self) -> None:
         keys = self.some(5)
         for key, status in zip(keys, statuses(self.tier.remove(keys)), strict=True):
-            if status in (OK, MISS):
+            if status in (OK, MISS) or self.faulty:  # gone, but maybe not from the journal: it may come back
                 self.held.discard(key)
         self.see()
 
