@@ -37,7 +37,8 @@ from kvtransfer.tiers.disk_folder import Place, split_paths
 from kvtransfer.tiers.disk_reader import DiskReader
 from kvtransfer.tiers.io import Transfer
 from kvtransfer.tiers.keys import Namespace
-from kvtransfer.tiers.simulated import SimulatedDisk, SimulatedStorage
+from kvtransfer.tiers.simulated import SimulatedStorage
+from kvtransfer.tiers.simulated_disk import SimulatedDisk
 
 OK, MISS, CORRUPT = PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT
 ERROR, NO_ROOM, CANCELLED = PageStatus.ERROR, PageStatus.NO_ROOM, PageStatus.CANCELLED

@@ -22,7 +22,8 @@ from tier_contract import done, eventually, statuses
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.io import Storage
-from kvtransfer.tiers.simulated import SimulatedDisk, SimulatedStorage
+from kvtransfer.tiers.simulated import SimulatedStorage
+from kvtransfer.tiers.simulated_disk import SimulatedDisk
 from kvtransfer.tiers.storage import EngineKind, FileStorage
 
 OK, MISS, CORRUPT = PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT

@@ -28,7 +28,8 @@ from kvtransfer.tiers.journal import (
     metadata_bytes,
     recover,
 )
-from kvtransfer.tiers.simulated import SimulatedDisk, SimulatedStorage
+from kvtransfer.tiers.simulated import SimulatedStorage
+from kvtransfer.tiers.simulated_disk import SimulatedDisk
 from kvtransfer.tiers.storage import FileStorage
 
 SET = bytes(range(16))
