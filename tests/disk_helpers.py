@@ -17,7 +17,8 @@ from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.disk_folder import Place
 from kvtransfer.tiers.keys import Shard
 from kvtransfer.tiers.record import RecordHeader, padded_bytes, payload_checksum, trailer_bytes
-from kvtransfer.tiers.simulated import SimulatedDisk, SimulatedStorage
+from kvtransfer.tiers.simulated import SimulatedStorage
+from kvtransfer.tiers.simulated_disk import SimulatedDisk
 
 SPACE = bytes(range(32))
 TINY = KVSpec.attention(num_layers=2, page_size=4, kv_heads=2, head_dim=33, itemsize=2)  # 2,112 bytes: one block

@@ -30,13 +30,15 @@ from tier_contract import done, eventually, statuses
 from tier_pages import ODD
 
 from kvtransfer.kernels.errors import CapacityError, ConfigError, DeadlineExceeded, OwnershipError, TierError
+from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.disk_folder import Place, split_paths
 from kvtransfer.tiers.disk_reader import DiskReader
 from kvtransfer.tiers.io import Transfer
 from kvtransfer.tiers.keys import Namespace
-from kvtransfer.tiers.simulated import SimulatedDisk, SimulatedStorage
+from kvtransfer.tiers.simulated import SimulatedStorage
+from kvtransfer.tiers.simulated_disk import SimulatedDisk
 
 OK, MISS, CORRUPT = PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT
 ERROR, NO_ROOM, CANCELLED = PageStatus.ERROR, PageStatus.NO_ROOM, PageStatus.CANCELLED
@@ -316,6 +318,9 @@ def test_bad_settings_are_refused_before_anything_is_touched(tmp_path: Path) -> 
     for more, error, match in cases:
         with pytest.raises(error, match=match):
             make(tmp_path / "x", **{"pages": 10, **more})
+    with pytest.raises(ConfigError, match="at most 1073741824 bytes"):
+        huge = KVSpec.attention(num_layers=128, page_size=4096, kv_heads=8, head_dim=128, itemsize=2)
+        DiskTier(tmp_path / "x", huge, namespace=SPACE, capacity_pages=1)
     assert not (tmp_path / "x").exists()
     with pytest.raises(ConfigError, match="at least 0"):
         Place(tp=-1)

@@ -16,7 +16,8 @@ from tier_contract import done, statuses
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.commit_log import SyncMode
 from kvtransfer.tiers.disk import DiskTier
-from kvtransfer.tiers.simulated import CrashMode, SimulatedDisk, SimulatedStorage
+from kvtransfer.tiers.simulated import SimulatedStorage
+from kvtransfer.tiers.simulated_disk import CrashMode, SimulatedDisk
 
 OK, MISS, CORRUPT, ERROR, NO_ROOM = (
     PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT, PageStatus.ERROR, PageStatus.NO_ROOM,

@@ -19,7 +19,7 @@ import pytest
 from disk_helpers import Told
 
 from kvtransfer.kernels.errors import ConfigError, OwnershipError, TierError
-from kvtransfer.tiers import uring_engine
+from kvtransfer.tiers import uring_buffers, uring_engine
 from kvtransfer.tiers.base import RecordBuffer
 from kvtransfer.tiers.io import SHORT, Transfer, address
 from kvtransfer.tiers.storage import EngineKind, FileStorage
@@ -379,14 +379,14 @@ assert libc.capset(header, data) == 0
 
 
 def test_registration_is_cut_between_slots(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(uring_engine, "CHUNK_BYTES", 5 * SLOT + 100)
+    monkeypatch.setattr(uring_buffers, "CHUNK_BYTES", 5 * SLOT + 100)
     storage = FileStorage(engine="io_uring")
     engine = storage._engine
     assert isinstance(engine, uring_engine.UringEngine)
     payloads, trailers, buffers = memory(23)
     assert storage.register(payloads, SLOT) and storage.register(trailers, TRAILER)
     start = address(payloads)
-    lengths = [stop - at for at, stop, _ in engine._chunks if start <= at < start + payloads.size]
+    lengths = [stop - at for at, stop, _ in engine._fixed_buffers.chunks if start <= at < start + payloads.size]
     assert lengths == [5 * SLOT] * 4 + [3 * SLOT]
     file = storage.create(str(tmp_path / "slab"), 23 * RECORD, slab=True)
     payloads[:] = np.arange(payloads.size) // SLOT
@@ -395,7 +395,7 @@ def test_registration_is_cut_between_slots(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (image[:, :SLOT] == np.arange(23)[:, None]).all()
     storage.unregister(payloads)
     storage.unregister(trailers)
-    assert not engine._chunks and len(engine._free_places) == uring_engine._BUFFERS
+    assert not engine._fixed_buffers.chunks and len(engine._fixed_buffers._free) == uring_buffers.PLACES
     assert moved(storage, file, False, list(range(23)), buffers) == [0] * 23
     storage.close()
 

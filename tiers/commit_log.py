@@ -68,7 +68,7 @@ class CommitLog:
         self._changed = threading.Condition()
         self._ending = False
         self._thread: threading.Thread | None = None
-        if sync == "batch":
+        if sync != "none":  # what waits for the disk must not hold the thread that moves records
             self._thread = threading.Thread(target=self._run, name=f"{name}-commit", daemon=True)
             self._thread.start()
 

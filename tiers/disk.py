@@ -187,6 +187,7 @@ class DiskTier(DiskReading):
             self._submit(transfer)
 
     def remove(self, keys: Sequence[bytes]) -> TierHandle:
+        """See `Tier.remove`. ERROR by the journal: the page is gone from this process, and may be back in the next."""
         batch = self._book.open("remove", keys)
         outcomes: list[Outcome] = []
         gone: list[int] = []

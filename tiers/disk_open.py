@@ -18,6 +18,7 @@ from kvtransfer.tiers.record import padded_bytes, trailer_bytes
 from kvtransfer.tiers.slab_files import SlabFiles
 
 _MIN_FILE_BYTES, _MAX_FILE_BYTES = 64 << 20, 16 << 30
+_MAX_RECORD_BYTES = 1 << 30  # one call moves a record, and says how many bytes in 31 bits
 _OTHER_BYTES = 16 << 10  # LOCK, meta.json and its draft, in whole blocks
 
 
@@ -54,6 +55,11 @@ class DiskPlan:
             raise ConfigError(
                 f"{self.name}: expected at least one owner and a disk_share above 0 and at most 1, "
                 f"got {self.owners} and {self.disk_share}"
+            )
+        if self.record_bytes > _MAX_RECORD_BYTES:
+            raise ConfigError(
+                f"{self.name}: expected records of at most {_MAX_RECORD_BYTES} bytes, got {self.record_bytes}; take "
+                "smaller pages, or cut them by layers or heads"
             )
         if self.file_bytes is not None and self.file_bytes < self.record_bytes:
             raise ConfigError(f"{self.name}: file_bytes: expected at least {self.record_bytes}, got {self.file_bytes}")

@@ -225,30 +225,40 @@ class SlotTable:
     def restore(self, entries: NDArray[Any]) -> int:
         """Take over what a journal says, in order. Returns how many pages lie in slots that are not there (any
         more)."""
-        slot_of: dict[bytes, tuple[int, int]] = {}  # key -> slot, position of the entry
+        at_of: dict[bytes, int] = {}  # key -> position of the entry that put it where it is
         key_of: dict[int, bytes] = {}
-        names = entries["key"].tobytes()
-        for at, (kind, slot) in enumerate(zip(entries["kind"].tolist(), entries["slot"].tolist(), strict=True)):
+        names, all_slots = entries["key"].tobytes(), entries["slot"].tolist()
+        for at, (kind, slot) in enumerate(zip(entries["kind"].tolist(), all_slots, strict=True)):
             key = names[32 * at : 32 * at + 32]
+            before = key_of.get(slot)
             if kind == PUT:
-                before = key_of.get(slot)
                 if before is not None and before != key:
-                    del slot_of[before]  # the slot was given to another page
-                held = slot_of.get(key)
-                if held is not None and held[0] != slot:
-                    del key_of[held[0]]
-                slot_of[key], key_of[slot] = (slot, at), key
-            elif key_of.get(slot) == key:
-                del slot_of[key], key_of[slot]
-        there = {key: where for key, where in slot_of.items() if self._is_there(where[0])}
-        used = entries["used_s"]
-        ordered = sorted(there.items(), key=lambda item: (float(used[item[1][1]]), item[1][1]))
-        for key, (slot, at) in ordered:
-            self._slot_of[key], self._key_of[slot] = slot, key
-            self._used_s[slot] = used[at]
+                    del at_of[before]  # the slot was given to another page
+                held = at_of.get(key)
+                if held is not None and all_slots[held] != slot:
+                    del key_of[all_slots[held]]
+                at_of[key], key_of[slot] = at, key
+            elif before == key:
+                del at_of[key], key_of[slot]
+        keys = list(at_of)
+        ats = np.fromiter(at_of.values(), dtype=np.int64, count=len(at_of))
+        slots = entries["slot"][ats].astype(np.int64)
+        room = np.zeros(max(self._files, default=-1) + 2, dtype=np.int64)  # of each slab; the last is none
+        for number, (_, count) in self._files.items():
+            room[number] = count
+        numbers, indices = np.divmod(slots, self.slots_per_file)
+        there = indices < room[np.minimum(numbers, len(room) - 1)]
+        used = entries["used_s"][ats]
+        order = np.lexsort((ats, used))
+        kept = order[there[order]]
+        ordered = [keys[i] for i in kept.tolist()]
+        places = slots[kept].tolist()
+        self._slot_of = dict(zip(ordered, places, strict=True))
+        self._key_of = dict(zip(places, ordered, strict=True))
+        self._used_s[places] = used[kept]
         self._free = [deque(slot for slot in free if slot not in self._key_of) for free in self._free]
-        self._policy.added([key for key, _ in ordered])
-        return len(slot_of) - len(there)
+        self._policy.added(ordered)
+        return len(keys) - len(ordered)
 
     def take_pages_of(self, other: SlotTable) -> None:
         """Hold what ``other`` does, of the same slabs and maybe more. What is being read stays so."""
@@ -263,10 +273,6 @@ class SlotTable:
         return entries_of(PUT, slots, self._used_s[slots], list(self._key_of.values()))
 
     # --- inside
-
-    def _is_there(self, slot: int) -> bool:
-        number, index = divmod(slot, self.slots_per_file)
-        return number in self._files and index < self._files[number][1]
 
     def _release(self, slot: int) -> None:
         entry = self._files.get(slot // self.slots_per_file)

@@ -30,7 +30,7 @@ ENTRY = np.dtype(
 SNAPSHOT = "snapshot"
 _PREFIX = "journal."
 _MAGIC = b"\x89KVTJNL\n"
-_HEADER = struct.Struct("<8sI4xQQ16s8xQ")  # magic, entries, number, generation, set, 0, xxh3_64 of the rest
+_HEADER = struct.Struct("<8sQI4xQQ16s8x")  # magic, xxh3_64 of what follows, entries, number, generation, set
 _UNIT = 64
 _SNAPSHOT_BATCH = 512  # entries: what one flipped bit can cost
 _MIN_BYTES, _MAX_BYTES = 16 << 10, 64 << 20
@@ -60,9 +60,9 @@ def entries_of(
 
 def encode_batch(entries: NDArray[Any], number: int, generation: int, set_id: bytes) -> bytes:
     """One batch."""
-    body = entries.tobytes()
-    head = _HEADER.pack(_MAGIC, len(entries), number, generation, set_id, 0)
-    return head[:56] + struct.pack("<Q", xxhash.xxh3_64_intdigest(head + body)) + body
+    head = _HEADER.pack(_MAGIC, 0, len(entries), number, generation, set_id)
+    checked = head[16:] + entries.tobytes()
+    return _MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(checked)) + checked
 
 
 @dataclass
@@ -113,24 +113,25 @@ def _read(data: bytes, set_id: bytes, generation: int | None, out: Recovered, pa
     each file: a gap is damage, and so is anything but zeros behind the last one.
     """
     found, last, behind = 0, 0, 0
-    size = len(data) // _UNIT * _UNIT
-    words = np.frombuffer(data, dtype="<u8", count=size // 8)
-    for at in (np.flatnonzero(words[:: _UNIT // 8] == int.from_bytes(_MAGIC, "little")) * _UNIT).tolist():
+    units = len(data) // _UNIT
+    words = np.frombuffer(data, dtype="<u8", count=units * _UNIT // 8)
+    wanted = np.zeros(units, dtype=np.bool_)
+    view = memoryview(data)
+    unpack, digest = _HEADER.unpack_from, xxhash.xxh3_64_intdigest
+    for at in np.flatnonzero(words[:: _UNIT // 8] == int.from_bytes(_MAGIC, "little")).tolist():
         if at < behind:
             continue  # inside a batch that is whole
-        _, count, number, its, owner, check = _HEADER.unpack_from(data, at)
-        stop = at + _UNIT * (1 + count)
-        if stop > size or owner != set_id or number <= last or (generation is not None and its != generation):
+        _, check, count, number, its, owner = unpack(data, at * _UNIT)
+        stop = at + 1 + count
+        if stop > units or owner != set_id or number <= last or (generation is not None and its != generation):
             continue
-        hasher = xxhash.xxh3_64(data[at : at + 56])
-        hasher.update(bytes(8))
-        hasher.update(memoryview(data)[at + _UNIT : stop])
-        if hasher.intdigest() != check:
+        if digest(view[at * _UNIT + 16 : stop * _UNIT]) != check:
             continue
-        parts.append(np.frombuffer(data, dtype=ENTRY, count=count, offset=at + _UNIT))
+        wanted[at + 1 : stop] = True
         out.damaged += number - last - 1
         last, behind, found = number, stop, its
-    out.damaged += bool(words[behind // 8 :].any())
+    out.damaged += bool(words[behind * _UNIT // 8 :].any())
+    parts.append(np.frombuffer(data, dtype=ENTRY, count=units)[wanted])
     return found
 
 

@@ -8,7 +8,6 @@ import mmap
 import os
 import stat
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,8 +16,8 @@ from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
-from kvtransfer.tiers.base import RecordBuffer
-from kvtransfer.tiers.io import Engine, Transfer, Usage, address
+from kvtransfer.tiers.aligned import AlignedTransfer
+from kvtransfer.tiers.io import Engine, Transfer, Usage
 from kvtransfer.tiers.iopool import PoolEngine
 from kvtransfer.tiers.record import BLOCK_BYTES
 from kvtransfer.tiers.uring import Kernel
@@ -225,7 +224,7 @@ class FileStorage:
     def submit(self, transfer: Transfer) -> None:
         numbers = {file: self._files[file].engine_file for file in set(transfer.files)}
         self._engine.submit(
-            _OnEngine(transfer, [_slab(numbers[file]) for file in transfer.files], self._note_unaligned)
+            AlignedTransfer(transfer, [_slab(numbers[file]) for file in transfer.files], self._note_unaligned)
         )
 
     def _note_unaligned(self) -> None:
@@ -259,41 +258,6 @@ class FileStorage:
 def _slab(engine_file: int | None) -> int:
     assert engine_file is not None, "opened with slab=False"
     return engine_file
-
-
-class _OnEngine(Transfer):
-    """A tier's transfer with the engine's file numbers. Buffers that O_DIRECT can't use are swapped for aligned ones
-    while they are on their way: as many as are in flight."""
-
-    def __init__(self, inner: Transfer, files: list[int], note_unaligned: Callable[[], None]) -> None:
-        self.write, self.files, self.offsets, self.buffers = inner.write, files, inner.offsets, inner.buffers
-        self.addresses, self.sizes = inner.addresses, inner.sizes
-        self._inner = inner
-        self._crooked: set[int] = set(np.flatnonzero((self.addresses % BLOCK_BYTES).any(axis=1)).tolist())
-        self._straight: dict[int, RecordBuffer] = {}
-        if self._crooked:
-            note_unaligned()
-            self.buffers, self.addresses = list(inner.buffers), inner.addresses.copy()
-
-    def start(self, positions: list[int]) -> list[int]:
-        started = self._inner.start(positions)
-        for position in self._crooked.intersection(started) if self._crooked else ():
-            theirs = self._inner.buffers[position]
-            memory = np.frombuffer(mmap.mmap(-1, theirs.payload.size + theirs.trailer.size), dtype=np.uint8)
-            ours = RecordBuffer(memory[: theirs.payload.size], memory[theirs.payload.size :])
-            if self.write:
-                ours.payload[:], ours.trailer[:] = theirs
-            self.buffers[position] = self._straight[position] = ours
-            self.addresses[position] = address(ours.payload), address(ours.trailer)
-        return started
-
-    def finish(self, positions: list[int], errors: list[int]) -> None:
-        for position in self._crooked.intersection(positions) if self._crooked else ():
-            ours, theirs = self._straight.pop(position), self._inner.buffers[position]
-            if not self.write:
-                theirs.payload[:], theirs.trailer[:] = ours
-            self.buffers[position] = theirs
-        self._inner.finish(positions, errors)
 
 
 def _refuses_direct(folder: str) -> str:

@@ -11,10 +11,8 @@ wait for a quarter of what is in flight: the device works through the rest meanw
 from __future__ import annotations
 
 import errno
-import os
 import sys
 import threading
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +24,13 @@ from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer, address
 from kvtransfer.tiers.uring import FIXED_FILE, READ_FIXED, READV, SQE, WRITE_FIXED, WRITEV, Kernel, Ring
+from kvtransfer.tiers.uring_buffers import PLACES, FixedBuffers
 
 # In flight at most. A device needs 32 or so; the rest is work for it while this thread waits for the interpreter lock,
 # which beside a busy Python thread is 5 ms twice: 64 MiB last 13 ms at 5 GB/s.
 DEPTH = 256
 IN_FLIGHT_BYTES = 64 << 20
-CHUNK_BYTES = 1 << 30  # the kernel registers no more in one piece
-_FILES, _BUFFERS = 256, 4096
+_FILES = 256
 _GROUP = 16  # completions that are looked at together, if there are so many to come
 _NOTICE_S = 0.1  # how long a wait may keep a command from being seen
 
@@ -46,7 +44,7 @@ class UringEngine:
     kind = "io_uring"
 
     def __init__(self, name: str = "disk", *, observer: Observer = NO_OBSERVER, kernel: Kernel | None = None) -> None:
-        self._name, self._observer, self._kernel = name, observer, kernel
+        self._name, self._kernel = name, kernel
         self._changed = threading.Condition()
         self._commands: deque[Callable[[Ring], None]] = deque()
         self._queue: deque[tuple[Transfer, list[int]]] = deque()
@@ -54,11 +52,7 @@ class UringEngine:
         self._failed: BaseException | None = None
         self._fds = np.zeros(0, dtype=np.int32)  # by number: what entries name, a place in the table or a descriptor
         self._fixed = np.zeros(0, dtype=np.uint8)  # by number: FIXED_FILE where it is a place
-        self._memory: dict[int, list[int]] = {}  # address of registered memory -> its places
-        self._chunks: list[tuple[int, int, int]] = []  # start, stop, place; sorted
-        self._starts: list[int] = []
-        self._free_places = list(range(_BUFFERS - 1, -1, -1))
-        self._told = False
+        self._fixed_buffers = FixedBuffers(name, observer)
         # Of each record in flight, by its place in the books. Lists: numpy's sort, unique, searchsorted, zeros and some
         # fancy indexing give the interpreter lock away, for 5 ms each time beside a busy Python thread.
         self._slots_free = list(range(DEPTH))
@@ -119,11 +113,11 @@ class UringEngine:
 
     def register(self, memory: NDArray[np.uint8], step_bytes: int) -> bool:
         kept: list[bool] = []
-        self._call(lambda ring: kept.append(self._register(ring, memory, step_bytes)))
+        self._call(lambda ring: kept.append(self._fixed_buffers.add(ring, memory, step_bytes)))
         return bool(kept and kept[0])
 
     def unregister(self, memory: NDArray[np.uint8]) -> None:
-        self._call(lambda ring: self._unregister(ring, address(memory)))
+        self._call(lambda ring: self._fixed_buffers.drop(ring, memory))
 
     def close(self) -> None:
         with self._changed:
@@ -155,7 +149,7 @@ class UringEngine:
 
     def _run(self, started: list[OSError | None], ready: threading.Event) -> None:
         try:
-            ring = Ring(2 * DEPTH, files=_FILES, buffers=_BUFFERS, kernel=self._kernel)
+            ring = Ring(2 * DEPTH, files=_FILES, buffers=PLACES, kernel=self._kernel)
         except OSError as error:
             started.append(error)
             ready.set()
@@ -267,14 +261,9 @@ class UringEngine:
 
     def _places_of(self, where: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> list[tuple[int, int]]:
         """The place in the buffer table of each record's two parts; -1 where there is none."""
-        if not self._chunks:
+        if not self._fixed_buffers.chunks:
             return [(-1, -1)] * len(where)
-        starts, chunks = self._starts, self._chunks
-
-        def place(start: int, size: int) -> int:
-            at = bisect_right(starts, start) - 1
-            return chunks[at][2] if at >= 0 and start + size <= chunks[at][1] else -1
-
+        place = self._fixed_buffers.place
         return [
             (place(one, payload), place(two, trailer))
             for (one, two), (payload, trailer) in zip(where.tolist(), sizes.tolist(), strict=True)
@@ -318,45 +307,6 @@ class UringEngine:
             transfer, waiting = self._queue.popleft()
             started = _guarded(transfer.start, waiting) or []
             _guarded(transfer.finish, started, [code] * len(started))
-
-    def _register(self, ring: Ring, memory: NDArray[np.uint8], step_bytes: int) -> bool:
-        step = max(1, CHUNK_BYTES // step_bytes) * step_bytes
-        start, stop = address(memory), address(memory) + memory.size
-        chunks = [(at, min(at + step, stop)) for at in range(start, stop, step)]
-        places: list[int] = []
-        why = ring.buffers_refused
-        if not why and len(chunks) > len(self._free_places):
-            why = f"expected at most {len(self._free_places)} chunks, got {len(chunks)}"
-        if not why and step_bytes > CHUNK_BYTES:
-            why = f"expected records of at most {CHUNK_BYTES} bytes, got {step_bytes}"
-        try:
-            for at, end in [] if why else chunks:
-                ring.set_buffer(self._free_places[-1], at, end - at)
-                places.append(self._free_places.pop())
-        except OSError as error:
-            why = f"{os.strerror(error.errno or 0)} (the memlock limit is charged for registered memory)"
-        if why:
-            for place in places:
-                ring.set_buffer(place, 0, 0)
-            self._free_places += places
-            if not self._told:
-                self._told = True
-                self._observer.fell_back("registered buffers", f"{self._name}: memory is mapped at each call: {why}")
-            return False
-        self._memory[start] = places
-        self._set_chunks(self._chunks + [(a, b, p) for (a, b), p in zip(chunks, places, strict=True)])
-        return True
-
-    def _unregister(self, ring: Ring, start: int) -> None:
-        places = self._memory.pop(start, [])
-        self._set_chunks([chunk for chunk in self._chunks if chunk[2] not in set(places)])
-        for place in places:
-            ring.set_buffer(place, 0, 0)
-        self._free_places += places
-
-    def _set_chunks(self, chunks: list[tuple[int, int, int]]) -> None:
-        self._chunks = sorted(chunks)
-        self._starts = [chunk[0] for chunk in self._chunks]
 
 
 def _guarded(call: Callable[..., Any], *args: Any) -> Any:
