@@ -37,6 +37,7 @@ from kvtransfer.kernels.digest import page_digests
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.staging import SLOT_ALIGNMENT
 
 LAYOUTS = [
     ("page_first", TINY),
