@@ -23,20 +23,8 @@ import pytest
 import torch
 from forward import MODELS, Forward, KVRig, models_for
 from harness import LargeCopy
-from overlap import (
-    LAUNCHES,
-    OVER_IDEAL,
-    OVER_LAUNCHES,
-    Case,
-    LaunchesBefore,
-    LayerwiseLoad,
-    NoOverlap,
-    Row,
-    check,
-    measure,
-    split_of,
-    timed,
-)
+from loads import LAUNCHES, Case, LaunchesBefore, LayerwiseLoad, NoOverlap
+from overlap import OVER_IDEAL, OVER_LAUNCHES, Row, check, measure, split_of, timed
 from report import CPU_NOTE, checked, exit_status, met_text, parser, peaks_text, print_table, progress, write_content
 from rigs import Rig, device_of
 

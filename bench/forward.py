@@ -1,8 +1,8 @@
 """Forwards that read a pool: decoder layers in the shapes of known models, over a prefix that may still be on its way.
 
 Weights and cached values are normal random numbers in bf16. Random *bytes* would not do here: one bf16 in 256 of them
-is no number, so that everything behind the first attention is NaN, which a GPU multiplies with less power and so at
-higher clocks than real numbers.
+is no number or infinite, so that everything behind the first attention is NaN, and what products of NaN draw and take
+says nothing about a model's.
 """
 
 from __future__ import annotations
