@@ -5,9 +5,9 @@
 An engine's scheduler copies a few KiB to the GPU before each step (token ids, block tables), from pinned memory on a
 stream of its own. Timed one by one, alone and while loads (bulk and layer-wise) and stores of 1 GiB follow each other:
 from before the call until the host sees the event behind it, and on the GPU's clock from where the copy may begin to
-its end. The first also holds what the calls cost their caller beside the engine's thread. For comparison the same beside
-one large copy, and beside one batch of all pieces as they are. A copy counts where a transfer was still under way when
-it had ended. Needs a GPU: nothing queues for a link on the CPU backend.
+its end. The first also holds what the calls cost their caller beside the engine's thread. For comparison the same
+beside one large copy, and beside one batch of all pieces as they are. A copy counts where a transfer was still under
+way when it had ended. Needs a GPU: nothing queues for a link on the CPU backend.
 """
 
 from __future__ import annotations
