@@ -24,7 +24,7 @@ import torch
 from forward import MODELS, Forward, KVRig, models_for
 from harness import LargeCopy
 from loads import LAUNCHES, Case, LaunchesBefore, LayerwiseLoad, NoOverlap
-from overlap import OVER_IDEAL, OVER_LAUNCHES, Row, check, measure, split_of, timed
+from overlap import LONGEST_S, OVER_IDEAL, OVER_LAUNCHES, Row, check, measure, split_of, timed
 from report import CPU_NOTE, checked, exit_status, met_text, parser, peaks_text, print_table, progress, write_content
 from rigs import Rig, device_of
 
@@ -57,6 +57,7 @@ class Options:
     busy       of a thread beside it: without, with, or both
     hint       loads are told how long a layer takes
     script     staged loads go through the submitter in C
+    repeats    rounds of a case; fewer, but three, where they take longer than ``longest_s``
     """
 
     models: Sequence[str] = ("llama8b",)
@@ -69,6 +70,7 @@ class Options:
     hint: bool = True
     script: bool = True
     repeats: int = 11
+    longest_s: float = LONGEST_S
     seed: int = 0
 
     def groups(self) -> int:
@@ -103,7 +105,7 @@ def run(
                             skipped[f"{name} by {what}"] = str(error)
                     bar = bar_of(name, options.page_size, cached, new, busy, device)
                     rows += measure(
-                        rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar
+                        rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar, longest_s=options.longest_s
                     )  # fmt: skip
                 forward.release()
             if device.type == "cuda":
@@ -203,12 +205,15 @@ def main(argv: Sequence[str] | None) -> int:
     out.add_argument("--baselines", action="store_true", help=f"also {LAUNCHES}, and a load before the forward")
     out.add_argument("--no-hint", action="store_true", help="loads are not told how long a layer takes")
     out.add_argument("--no-script", action="store_true", help="call by call, without the submitter in C")
+    out.add_argument(
+        "--seconds", type=float, default=LONGEST_S, help="a case is repeated less often where it takes more"
+    )
     args, device = checked(out, argv)
     on_gpu = device.type == "cuda"
     tokens = args.tokens or (TOKENS[:: 2 if args.quick else 1] if on_gpu else CPU_TOKENS)
     cached = args.cached or [CACHED if on_gpu else CPU_CACHED]
-    if min(tokens) < 1 or args.page_size < 1:
-        out.error("--tokens and --page-size: expected at least 1")
+    if min(tokens) < 1 or args.page_size < 1 or not args.seconds > 0:
+        out.error("--tokens and --page-size: expected at least 1; --seconds: more than 0")
     if any(n < 1 or n % args.page_size for n in cached):
         out.error(f"--cached: expected multiples of --page-size {args.page_size}, got {cached}")
     options = Options(
@@ -222,6 +227,7 @@ def main(argv: Sequence[str] | None) -> int:
         hint=not args.no_hint,
         script=not args.no_script,
         repeats=args.repeats or (5 if args.quick else 11),
+        longest_s=args.seconds,
         seed=args.seed,
     )
     limit = LargeCopy(device, LIMIT_BYTES if on_gpu else CPU_LIMIT_BYTES)

@@ -104,9 +104,14 @@ class Enqueued(Neighbour):
     """What ``enqueue`` leaves on ``stream``, or on the current one, which is one of its own."""
 
     def __init__(
-        self, name: str, rig: Rig, enqueue: Callable[[], object], stream: torch.cuda.Stream | None = None
+        self,
+        name: str,
+        rig: Rig,
+        enqueue: Callable[[], object],
+        exact: Callable[[], bool],
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.name, self.total_bytes = name, rig.total_bytes
+        self.name, self.total_bytes, self._exact = name, rig.total_bytes, exact
         self._stream, self._enqueue = stream or torch.cuda.Stream(rig.device), enqueue
 
     def begin(self) -> Begun:
@@ -115,22 +120,37 @@ class Enqueued(Neighbour):
             event = self._stream.record_event()
         return Begun(lambda: not event.query(), event.synchronize)
 
+    def exact(self) -> bool:
+        return self._exact()
+
 
 def neighbours(rig: Rig) -> list[Neighbour]:
     """Nothing, the engine's transfers, and what they are compared to."""
-    on_host = torch.empty(rig.total_bytes, dtype=torch.uint8, pin_memory=True)
-    on_device = torch.empty(rig.total_bytes, dtype=torch.uint8, device=rig.device).random_()
-    on_host.copy_(on_device)
     batch = UnmergedBatch(rig, "load", "one batch")
     return [
         Nothing(),
         Engine(rig, "load"),
         Engine(rig, "load", "layerwise"),
         Engine(rig, "store"),
-        Enqueued("one large copy H2D", rig, lambda: on_device.copy_(on_host, non_blocking=True)),
-        Enqueued("one large copy D2H", rig, lambda: on_host.copy_(on_device, non_blocking=True)),
-        Enqueued("one batch H2D, not merged", rig, batch.move, batch.stream),
+        large_copy("one large copy H2D", rig, to_device=True),
+        large_copy("one large copy D2H", rig, to_device=False),
+        Enqueued("one batch H2D, not merged", rig, batch.move, batch.exact, batch.stream),
     ]
+
+
+def large_copy(name: str, rig: Rig, *, to_device: bool) -> Enqueued:
+    """As many random bytes as the rig's pages in one copy from or to pinned memory."""
+    host = torch.empty(rig.total_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(rig.total_bytes, dtype=torch.uint8, device=rig.device)
+    source, target = (host, device) if to_device else (device, host)
+    source.random_()
+    torch.cuda.synchronize(rig.device)
+
+    def exact() -> bool:
+        torch.cuda.synchronize(rig.device)
+        return torch.equal(device.cpu(), host)
+
+    return Enqueued(name, rig, lambda: target.copy_(source, non_blocking=True), exact)
 
 
 def sample(

@@ -379,6 +379,7 @@ def test_layerwise_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], qu
     ("bad", "words"),
     [
         (["--tokens", "0"], "expected at least 1"),
+        (["--seconds", "nan"], "more than 0"),
         (["--cached", "40"], "multiples of --page-size 16, got [40]"),
         (["--cached", "0"], "multiples of --page-size"),
         (["--model", "huge"], "invalid choice: 'huge'"),
