@@ -105,7 +105,8 @@ def run(
                             skipped[f"{name} by {what}"] = str(error)
                     bar = bar_of(name, options.page_size, cached, new, busy, device)
                     rows += measure(
-                        rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar, longest_s=options.longest_s
+                        rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar,
+                        longest_s=options.longest_s,
                     )  # fmt: skip
                 forward.release()
             if device.type == "cuda":
