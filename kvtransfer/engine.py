@@ -47,7 +47,7 @@ from kvtransfer.workshop import FlagSets, Workshop
 if TYPE_CHECKING:
     from kvtransfer.timeline import Timeline
 
-DEFAULT_STAGING_BYTES = 192 << 20
+DEFAULT_STAGING_BYTES = 384 << 20
 MOST_PLANS = 256  # remembered
 LONGEST_DEADLINE_S = 1e6  # eleven days: what a thread can wait for is limited
 
@@ -254,7 +254,8 @@ class TransferEngine:
     def timeline(self, file: str | Path, *, link_gbps: float | None = None) -> Iterator[Timeline]:
         """While open, what happens is recorded; at the end it is written to ``file`` as a Chrome/Perfetto trace.
 
-        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints
+        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints; None takes the
+                   measured profile's, or what PCIe can do in theory
 
         Take the results of transfers inside the block: what is not through when it ends is cut off. Not while a CUDA
         graph is captured. Raises ConfigError where the file can't be written.
@@ -413,6 +414,8 @@ class TransferEngine:
     def _open_timeline(self, file: str | Path, link_gbps: float | None, *, overwrite: bool) -> Timeline:
         from kvtransfer.timeline import Timeline  # noqa: PLC0415  (most engines never open one)
 
+        if link_gbps is None and self._shop.on_gpu and self.profile.source == "measured":
+            link_gbps = self.profile.peak_gbps["h2d"]
         timeline = Timeline(file, self.pool.device, self.pool.name, link_gbps=link_gbps, overwrite=overwrite)
         self.observer.add(timeline)
         return timeline

@@ -20,7 +20,6 @@ from kvtransfer.workshop import Workshop
 if TYPE_CHECKING:
     from kvtransfer.host_transfer import HostTransfer
 
-RING_SLOTS = 3  # of a job: one filling, one being emptied, one waiting (docs/decisions.md)
 MOST_TEMPLATES = 64
 MOST_DESKS = 4  # kept for later; more transfers than that in flight make their own
 
@@ -57,7 +56,7 @@ def hand_over(transfer: HostTransfer) -> bool:
     assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and transfer.pages is not None
     submitter = shop.submitters[transfer.plan.direction]
     chunks, pages = transfer.plan.chunks, transfer.plan.pages
-    slots = shop.ring.try_take(min(RING_SLOTS, len(chunks)))
+    slots = shop.ring.try_take(min(shop.ring.share, len(chunks)))
     if slots is None:
         return False
     try:

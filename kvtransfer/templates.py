@@ -39,7 +39,7 @@ from kvtransfer.submitter import (
 )
 from kvtransfer.workshop import Workshop
 
-CHUNKS_AHEAD = 6  # submitted and not through: enough to keep the link busy, little enough to cancel
+CHUNKS_AHEAD = 8  # submitted and not through: more than a job has ring slots, few enough to cancel
 LEAST_PAGES = 256  # of a desk
 MOST_BOUND = 16  # templates laid out on one desk
 
