@@ -1,6 +1,7 @@
-"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `tier`.
+"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `tier`, `config`.
 
-Exit status 1: the demo's outputs differ, a transfer failed, or fsck found something wrong; 2: bad input.
+Exit status 1: the demo's outputs differ, a transfer failed, fsck found something wrong, or a key could not be converted;
+2: bad input.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ timeline_app = typer.Typer(help="Read what `engine.timeline` or KVTRANSFER_TIMEL
 app.add_typer(timeline_app, name="timeline")
 tier_app = typer.Typer(help="Look into the files of a disk tier.", no_args_is_help=True)
 app.add_typer(tier_app, name="tier")
+config_app = typer.Typer(help="Check a configuration, or convert another cache's.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -164,6 +167,39 @@ def fsck(
     reports = [check_tier(folders, repair=repair) for folders in find_tiers(paths)]
     print("\n\n".join(describe_check(report) for report in reports))
     if not all(report.clean or report.repaired for report in reports):
+        raise typer.Exit(1)
+
+
+@config_app.command()
+def check(
+    file: Annotated[
+        Path | None, typer.Argument(help="YAML, TOML or JSON; without one what the environment says.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Layers of the model, for the pages that fit each tier.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of k and of v, of all ranks.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Elements of a head.")] = None,
+    latent_dim: Annotated[int | None, typer.Option(help="Elements of a latent (MLA), in place of heads.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens a page.")] = 16,
+    dtype: Annotated[str | None, typer.Option(help="Of the KV cache, in place of kv_dtype.")] = None,
+    tp: Annotated[int, typer.Option(help="Ranks of this machine that share the heads.")] = 1,
+    device_pages: Annotated[int | None, typer.Option(help="Pages of a rank's device pool, for a host ratio.")] = None,
+) -> None:
+    """Print the resolved configuration with where each value came from, and the pages that its sizes hold."""
+    from kvtransfer.config_tools import Geometry, check_file  # noqa: PLC0415
+
+    check_file(file, Geometry(layers, kv_heads, head_dim, latent_dim, page_size, dtype, tp, device_pages))
+
+
+@config_app.command()
+def convert(
+    file: Annotated[Path, typer.Argument(help="FlexKV's configuration, YAML or JSON.")],
+    ranks: Annotated[int, typer.Option(help="Ranks of a machine, which share cpu_cache_gb.")] = 1,
+    output: Annotated[Path | None, typer.Option(help="Write to this new file, not to the screen.")] = None,
+) -> None:
+    """Say FlexKV's configuration in our terms. Status 1 if a key asks for what kvtransfer does not do."""
+    from kvtransfer.config_tools import convert_file  # noqa: PLC0415
+
+    if not convert_file(file, ranks, output):
         raise typer.Exit(1)
 
 
