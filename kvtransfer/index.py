@@ -102,7 +102,7 @@ class PrefixIndex(RadixTree):
         """Forget the end of a path that no private tier has, as far as nobody holds it: nodes, and pages at the end of
         one. Call it after what was there has gone."""
         with self.mutex:
-            while node.parent is not None and not (node.locks or node.children or node.ghost):
+            while node.parent is not None and not (node.locks or node.children or node.pins):
                 parent = node.parent
                 held = max((node.held_end(tier) for tier in self._private), default=node.start)
                 if held > node.start:

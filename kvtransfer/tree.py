@@ -35,7 +35,7 @@ class Node:
     born        the tick at which the pages came in
     priority    the highest that anybody gave them
     locks       holders of this node or of one below it
-    ghost       kept although no private tier has any of it (hits are counted before anything is written)
+    pins        who wants the node kept although no private tier may have any of it; its pages may go
     rows        for each tier the codes of the pages, or None: none is there nor on its way
     have, due   for each tier, how many pages are there, and on their way
     kids        for each tier, how many children have pages in their subtree, there or on their way
@@ -49,7 +49,6 @@ class Node:
         "due",
         "edge",
         "end",
-        "ghost",
         "have",
         "hits",
         "keys",
@@ -57,6 +56,7 @@ class Node:
         "last_used",
         "locks",
         "parent",
+        "pins",
         "priority",
         "rows",
         "start",
@@ -80,7 +80,7 @@ class Node:
         self.born = 0
         self.last_used = 0.0
         self.priority = 0
-        self.ghost = False
+        self.pins = 0
 
     @property
     def pages(self) -> int:
@@ -135,7 +135,7 @@ class Node:
         self.edge = self.edge[n * page_bytes :]
         self.parent, self.start = upper, at
         upper.children[self.edge[:page_bytes]] = self
-        for name in ("locks", "hits", "tick", "born", "last_used", "priority", "ghost"):
+        for name in ("locks", "hits", "tick", "born", "last_used", "priority"):
             setattr(upper, name, getattr(self, name))
         if self.keys is not None:
             upper.keys, self.keys = self.keys[: n * key_bytes], self.keys[n * key_bytes :]

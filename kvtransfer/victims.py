@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from kvtransfer.policy import EvictionPolicy
@@ -52,7 +52,7 @@ class Victims:
         if len(self._nodes) > self._sweep_at and self._ranking is None:
             self._sweep()
 
-    def walk(self, now: float) -> Iterator[Node]:
+    def walk(self, now: float) -> Generator[Node]:
         """Candidates, the first to go first. The caller takes pages of each, or leaves it; a node that becomes a
         candidate by that is walked too. Close the walk when done; one at a time."""
         self._now = now

@@ -165,7 +165,7 @@ CHANGED += [("spec", "t"), ("format_version", 2)]
 def test_another_namespace_shares_nothing(field: str, value: Any) -> None:
     tokens, index = fresh(64), PrefixIndex(4)
     mine = Namespace(**FIELDS).digest()  # type: ignore[arg-type]
-    theirs = Namespace(**{**FIELDS, field: value}).digest()  # type: ignore[arg-type]
+    theirs = Namespace(**{**FIELDS, field: value}).digest()
     found = index.insert(tokens, mine)
     assert index.match(tokens, mine).pages == 16
     assert index.match(tokens, theirs).pages == 0
@@ -187,14 +187,14 @@ def test_keys_are_those_of_the_chain_and_computed_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(kvtransfer.radix, "page_keys", counted)
     for algorithm in ("sha256", "xxh3_128"):
         hashed.clear()
-        tokens, index = fresh(200, 1), PrefixIndex(4, algorithm=algorithm)  # type: ignore[arg-type]
+        tokens, index = fresh(200, 1), PrefixIndex(4, algorithm=algorithm)
         index.insert(tokens)
-        whole = page_keys(tokens, 4, algorithm=algorithm)  # type: ignore[arg-type]
+        whole = page_keys(tokens, 4, algorithm=algorithm)
         assert index.keys(index.match(tokens[:80])) == whole[:20]
         assert index.keys(index.match(tokens), 7) == whole[7:]
         other = np.concatenate((tokens[:50], fresh(60, 2)))
         index.insert(other)
-        assert index.keys(index.match(other)) == page_keys(other, 4, algorithm=algorithm)  # type: ignore[arg-type]
+        assert index.keys(index.match(other)) == page_keys(other, 4, algorithm=algorithm)
         assert index.keys(index.match(tokens), 49) == whole[49:]
         assert sum(hashed) == 50 + 15  # each page of the tree once, split or not
         check_tree(index)
@@ -277,10 +277,10 @@ def test_the_end_that_no_tier_has_is_forgotten_hints_with_it() -> None:
     index.tidy(tail)
     assert index.pages == 6
     index.unlock(tail)
-    tail.ghost = True
+    tail.pins = 1
     index.tidy(tail)
     assert index.pages == 6
-    tail.ghost = False
+    tail.pins = 0
     index.tidy(tail)
     assert index.pages == 0 and not index._roots and tail.parent is None and head.parent is None
 
@@ -347,7 +347,7 @@ def test_common_pages() -> None:
         other = np.arange(12, dtype="<u4")
         other[n:] += 1
         for page in (1, 2, 3, 5):
-            assert common_pages(edge, memoryview(other).cast("B"), 4 * page) == n // page
+            assert common_pages(edge, memoryview(other.tobytes()), 4 * page) == n // page
             assert common_pages(edge, memoryview(other[:n].tobytes()), 4 * page) == n // page
 
 

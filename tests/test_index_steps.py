@@ -166,11 +166,11 @@ class IndexSteps(RuleBasedStateMachine):
             assert self.index.locks == 0 and all(not node.locks for node in self.index.nodes())
 
 
-class TestIndexSteps(IndexSteps.TestCase):  # type: ignore[name-defined, misc]
-    settings = QUICK
+TestIndexSteps = IndexSteps.TestCase
+TestIndexSteps.settings = QUICK
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_fifty_thousand_steps() -> None:
-    run_state_machine_as_test(IndexSteps, settings=LONG)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(IndexSteps, settings=LONG)
