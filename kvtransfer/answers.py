@@ -11,6 +11,7 @@ from kvtransfer.jobs import Flight, Move
 from kvtransfer.kernels.errors import TransferError
 from kvtransfer.moves import CORRUPT, MISS, Moves
 from kvtransfer.radix import Match
+from kvtransfer.room import BARRED_S
 from kvtransfer.tree import ABSENT, Ids, Node
 
 
@@ -30,7 +31,8 @@ class Answers(Moves):
             raise TransferError(f"ack: expected statuses of {sorted(STATUSES)}, got {unknown}")
 
     def _answer(self, flight: Flight, ack: Ack) -> None:
-        """Take statuses of some of the flight's pages (`_check` has passed them)."""
+        """Take statuses of some of the flight's pages."""
+        self._check(ack, flight.pages.size)
         at = np.arange(ack.first, ack.first + len(ack.statuses))
         statuses = np.frombuffer(ack.statuses, dtype=np.uint8)
         fresh = ~flight.answered[at]
@@ -50,7 +52,7 @@ class Answers(Moves):
             self._land(flight)
 
     def _evicted(self, flight: Flight, pages: Ids, statuses: NDArray[np.uint8]) -> None:
-        """What the tier could not remove is there still, and others are asked to go before it."""
+        """What the tier could not remove is there still, and not asked to go again for a while."""
         assert flight.source is not None
         book = self._books[flight.source]
         gone = (statuses == OK) | (statuses == MISS)
@@ -61,7 +63,7 @@ class Answers(Moves):
         book.counters["evicted"] += int(gone.sum())
         book.counters["failed"] += int((~gone).sum())
         if not gone.all():
-            self._index.renew(flight.node)
+            book.barred[flight.node] = self._index.clock() + BARRED_S
 
     def _moved(self, flight: Flight, at: Ids, statuses: NDArray[np.uint8]) -> None:
         pages, ok = flight.pages[at], statuses == OK

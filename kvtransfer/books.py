@@ -13,7 +13,7 @@ from kvtransfer.index import Kind, PrefixIndex
 from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.policy import EvictionPolicy, WritePolicy, eviction, writing
 from kvtransfer.tiers.extents import Extents
-from kvtransfer.tree import Ids
+from kvtransfer.tree import Ids, Node
 
 TierKind = Literal["device", "slots", "keys", "shared"]
 INDEX_KINDS: dict[TierKind, Kind] = {"device": "slots", "slots": "slots", "keys": "keys", "shared": "shared"}
@@ -77,6 +77,7 @@ class Book:
         self.capacity = plan.capacity_pages
         self.leaving = 0  # pages whose going has begun: room that will be there
         self.used = 0
+        self.barred: dict[Node, float] = {}  # what the tier could not remove, and until when it is not asked again
         self.counters: Counter[str] = Counter()
         self.victims = index.watch(plan.name, eviction(plan.evict))
         ready = (plan.capacity_pages or 0) if self.is_slots else 0

@@ -30,8 +30,8 @@ NO_ROOM, ERROR, CANCELLED = CODES[PageStatus.NO_ROOM], CODES[PageStatus.ERROR], 
 
 
 class Moves(Room):
-    """The part of a `Directory` that has pages moved. ``window``: commands that one move may have under way to or from a
-    tier that is addressed by key."""
+    """The part of a `Directory` that has pages moved. ``window``: commands that one move may have under way to or from
+    a tier that is addressed by key."""
 
     def __init__(self, index: PrefixIndex, books: dict[str, Book], host: Book, window: int, evict_extra: float) -> None:
         super().__init__(index, books, evict_extra)

@@ -128,11 +128,6 @@ class RadixTree:
             stack.extend(node.children.values())
             yield node
 
-    def renew(self, node: Node) -> None:
-        """The node and all above it were used just now, though not hit."""
-        with self.mutex:
-            self._touch(node, 0)
-
     def lock(self, node: Node) -> None:
         """Hold the node and all above it: none is removed, and no tier gives up their pages, until `unlock`."""
         with self.mutex:

@@ -19,6 +19,7 @@ from kvtransfer.radix import Match
 from kvtransfer.tree import ABSENT, Ids, Node, pending
 
 BATCH_PAGES = 128  # of a command to or from a tier that is addressed by key
+BARRED_S = 1.0  # before a page that a tier could not remove is asked to go again
 
 
 class Room:
@@ -74,8 +75,12 @@ class Room:
         now; for others commands have been given out."""
         freed: list[Ids] = []
         path = set(self._index.path(own)) if own is not None else set()
-        with closing(book.victims.walk(self._index.clock())) as walk:
+        now = self._index.clock()
+        book.barred = {node: until for node, until in book.barred.items() if until > now}
+        with closing(book.victims.walk(now)) as walk:
             for node in walk:
+                if node in book.barred:
+                    continue
                 local = np.flatnonzero(self._row(node, book) >= 0)
                 if node in path:
                     local = self._covered_tail(node, book, local)
