@@ -1,6 +1,6 @@
 """The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `tier`, `config`.
 
-Exit status 1: the demo's outputs differ, a transfer failed, fsck found something wrong, or a key could not be converted;
+Exit status 1: the demo's outputs differ, a transfer failed, fsck found something wrong, a key could not be converted;
 2: bad input.
 """
 
