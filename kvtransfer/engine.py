@@ -28,7 +28,7 @@ from kvtransfer.handles import TransferHandle, Verdict
 from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
-from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, OwnershipError, TransferError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer, Observers, Span
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.link import LinkProfile, load_profile
@@ -350,13 +350,27 @@ class TransferEngine:
         with self._order:
             if self._closed:
                 raise TransferError("the engine is closed")
-            transfer.earlier = [t for t in claim_all(claims, transfer) if isinstance(t, Transfer)]
+            transfer.earlier = self._claim(transfer, claims)
             if transfer.by_caller:
                 self._pump.watch(transfer)
             elif here and transfer.ready():
                 self._submit_here(transfer)
             else:
                 self._pump.enqueue(transfer)
+
+    def _claim(self, transfer: Transfer, claims: list[tuple[PageLedger, Ids | None]]) -> list[Transfer]:
+        """The transfers that this one must come after. Others that own its ids, such as moves to and from lower tiers,
+        can't be waited for in stream order: OwnershipError, and nothing is claimed."""
+        earlier = claim_all(claims, transfer)
+        transfers = [t for t in earlier if isinstance(t, Transfer)]
+        if len(transfers) < len(earlier):
+            for ledger, _ in claims:
+                ledger.release(transfer)
+            raise OwnershipError(
+                f"{transfer.plan.direction}: expected pages and slots that are under transfers of engines alone, got "
+                "some under a move between tiers; wait for its handle first"
+            )
+        return transfers
 
     def _check(self, direction: str, slots: Any, pages: Any) -> tuple[Ids, Ids | None, torch.Tensor | None]:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
