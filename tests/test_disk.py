@@ -264,6 +264,31 @@ def test_a_reader_finds_slabs_that_were_made_anew() -> None:
             assert pages.get(reader) == (MISS,) * 20
 
 
+def test_a_reader_that_cannot_look_again_answers_all_the_same() -> None:
+    """The owner's journal, or a slab, can't be opened for a while: no get without an end, and nothing raised."""
+    disk, pages, more = SimulatedDisk(), Pages(20), Pages(5)
+    with simulated(disk, 40, file_bytes=5 * TINY_RECORD) as tier:
+        pages.put(tier)
+        with DiskReader("/sim/a", namespace=SPACE, refresh_s=0, storage=SimulatedStorage(disk)) as reader:
+            for what in ("journal", "slab"):
+                path, start = slab_path(tier, pages.keys[3])
+                disk.flip_bit(path, 8 * (start + 100))
+                disk.fault = lambda action, path, what=what: (
+                    OSError(errno.EIO, "bad") if action == "open" and what in path else None
+                )
+                assert pages.get(reader)[3] in (CORRUPT, MISS)
+                assert more.get(reader) == (MISS,) * 5
+                more.put(tier)
+                assert set(more.get(reader)) <= {OK, MISS} and reader.stats().counters["refresh_failed"] >= 1
+                disk.fault = None
+                assert more.get(reader) == (OK,) * 5
+                statuses(tier.remove(more.keys))
+                more = Pages(5)
+                disk.flip_bit(path, 8 * (start + 100))
+            assert pages.get(reader) == (OK,) * 20
+            assert reader.stats().in_flight == 0
+
+
 # --- capacity
 
 

@@ -50,7 +50,12 @@ class SlabFiles:
                 digits = name[len(_PREFIX) :]
                 if not name.startswith(_PREFIX) or not digits.isdigit() or int(digits) in self.files:
                     continue
-                file = self._storage.open(os.path.join(folder, name), writable=writable, slab=True)
+                try:
+                    file = self._storage.open(os.path.join(folder, name), writable=writable, slab=True)
+                except FileNotFoundError:
+                    if writable:
+                        raise
+                    continue  # its owner deleted it just now
                 slots = min(self._slots_per_file, self._storage.size(file) // self._record_bytes)
                 self.files[int(digits)] = SlabFile(int(digits), file, path, slots)
 
