@@ -156,6 +156,35 @@ def test_sync_now_and_by_interval_keep_what_came_before() -> None:
         assert more.get(tier) == (OK,) * 20
 
 
+@pytest.mark.parametrize("what", ["snapshot", "sync"])
+def test_sync_keeps_its_word_after_a_failure(what: str) -> None:
+    """The snapshot that was to hold an unsynced journal's pages failed; or a sync did, and the kernel forgot."""
+    for seed in range(5):
+        disk, pages = SimulatedDisk(), Pages(5)
+        tier = simulated(disk)
+        for key, buffer in zip(pages.keys, pages.buffers, strict=True):
+            done(tier.put_from([key], [buffer])).require()
+
+        def fault(action: str, path: str, disk: SimulatedDisk = disk) -> OSError | None:
+            if what == "snapshot":
+                return OSError(errno.ENOSPC, "full") if action == "create" and "snapshot" in path else None
+            if action != "sync" or "journal" not in path:
+                return None
+            disk.names[path].unsynced.clear()
+            return OSError(errno.EIO, "bad")
+
+        disk.fault = fault
+        with pytest.raises(OSError):
+            tier._log.rotate() if what == "snapshot" else tier.sync()
+        disk.fault = None
+        tier.sync()
+        disk.crash(random.Random(seed), "drop")
+        with pytest.raises(OSError):
+            tier.close()
+        with simulated(disk) as tier:
+            assert pages.get(tier) == (OK,) * 5
+
+
 # --- owners, readers, namespaces
 
 
@@ -482,6 +511,10 @@ def test_a_slab_that_cannot_be_deleted_blocks_no_other() -> None:
         disk.others_bytes = 0
         assert Pages(50).put(tier) == (OK,) * 50
         assert Pages(60).put(tier).count(OK) == 50, "what could not be deleted counts"
+        disk.others_bytes = 300 * TINY_RECORD
+        tier.clean()  # it can't still
+        assert [name for name in disk.names if "slab" in name] == [f"{tier.folders[0]}/slab.000002"]
+        disk.others_bytes = 0
         disk.fault = None
         tier.clean()
         assert f"{tier.folders[0]}/slab.000002" not in disk.names

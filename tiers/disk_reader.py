@@ -83,7 +83,10 @@ class DiskReader(DiskReading):
         return SlotTable(slots_per_file, len(self.folders), LRU())
 
     def refresh(self) -> bool:
-        """Look at the owner's journal now. True if it says anything new. Raises OSError: what could be opened serves."""
+        """Look at the owner's journal now. True if it says anything new.
+
+        Raises OSError: what could be opened serves.
+        """
         with self._lock:
             self._next_look = time.monotonic() + self._refresh_s
             for _ in range(3):  # a snapshot may take a journal's place between the listing and the reading

@@ -135,9 +135,15 @@ class SlabFiles:
         self._unlink(slab)
 
     def delete_stuck(self) -> None:
-        """Try again what could not be unlinked. Raises OSError for the first that still can't."""
+        """Try again what could not be unlinked. Raises OSError if one still can't; the others go all the same."""
+        failed: OSError | None = None
         for slab in list(self._stuck.values()):
-            self._unlink(slab)
+            try:
+                self._unlink(slab)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def _unlink(self, slab: SlabFile) -> None:
         try:
