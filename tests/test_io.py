@@ -558,6 +558,21 @@ def test_a_lock_has_one_owner_and_names_it(tmp_path: Path) -> None:
     second.close()
 
 
+def test_a_new_folder_is_synced_into_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure may take it, with all that was synced in it."""
+    synced: list[str] = []
+    monkeypatch.setattr(FileStorage, "sync_folder", lambda self, path: synced.append(path))
+    storage = FileStorage(engine="threads")
+    storage.make_folder(f"{tmp_path}/a/b")
+    assert synced == [str(tmp_path), f"{tmp_path}/a"] and (tmp_path / "a" / "b").is_dir()
+    storage.make_folder(f"{tmp_path}/a/b")
+    assert len(synced) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        storage.make_folder(f"{tmp_path}/file")
+    storage.close()
+
+
 def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "full")
