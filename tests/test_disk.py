@@ -158,6 +158,35 @@ def test_sync_now_and_by_interval_keep_what_came_before() -> None:
         assert more.get(tier) == (OK,) * 20
 
 
+@pytest.mark.parametrize("what", ["snapshot", "sync"])
+def test_sync_keeps_its_word_after_a_failure(what: str) -> None:
+    """The snapshot that was to hold an unsynced journal's pages failed; or a sync did, and the kernel forgot."""
+    for seed in range(5):
+        disk, pages = SimulatedDisk(), Pages(5)
+        tier = simulated(disk)
+        for key, buffer in zip(pages.keys, pages.buffers, strict=True):
+            done(tier.put_from([key], [buffer])).require()
+
+        def fault(action: str, path: str, disk: SimulatedDisk = disk) -> OSError | None:
+            if what == "snapshot":
+                return OSError(errno.ENOSPC, "full") if action == "create" and "snapshot" in path else None
+            if action != "sync" or "journal" not in path:
+                return None
+            disk.names[path].unsynced.clear()
+            return OSError(errno.EIO, "bad")
+
+        disk.fault = fault
+        with pytest.raises(OSError):
+            tier._log.rotate() if what == "snapshot" else tier.sync()
+        disk.fault = None
+        tier.sync()
+        disk.crash(random.Random(seed), "drop")
+        with pytest.raises(OSError):
+            tier.close()
+        with simulated(disk) as tier:
+            assert pages.get(tier) == (OK,) * 5
+
+
 # --- owners, readers, namespaces
 
 
@@ -264,6 +293,31 @@ def test_a_reader_finds_slabs_that_were_made_anew() -> None:
             more.get(reader)  # old slabs are open still: what it finds in them makes it look again
             assert more.get(reader) == (OK,) * 20
             assert pages.get(reader) == (MISS,) * 20
+
+
+def test_a_reader_that_cannot_look_again_answers_all_the_same() -> None:
+    """The owner's journal, or a slab, can't be opened for a while: no get without an end, and nothing raised."""
+    disk, pages, more = SimulatedDisk(), Pages(20), Pages(5)
+    with simulated(disk, 40, file_bytes=5 * TINY_RECORD) as tier:
+        pages.put(tier)
+        with DiskReader("/sim/a", namespace=SPACE, refresh_s=0, storage=SimulatedStorage(disk)) as reader:
+            for what in ("journal", "slab"):
+                path, start = slab_path(tier, pages.keys[3])
+                disk.flip_bit(path, 8 * (start + 100))
+                disk.fault = lambda action, path, what=what: (
+                    OSError(errno.EIO, "bad") if action == "open" and what in path else None
+                )
+                assert pages.get(reader)[3] in (CORRUPT, MISS)
+                assert more.get(reader) == (MISS,) * 5
+                more.put(tier)
+                assert set(more.get(reader)) <= {OK, MISS} and reader.stats().counters["refresh_failed"] >= 1
+                disk.fault = None
+                assert more.get(reader) == (OK,) * 5
+                statuses(tier.remove(more.keys))
+                more = Pages(5)
+                disk.flip_bit(path, 8 * (start + 100))
+            assert pages.get(reader) == (OK,) * 20
+            assert reader.stats().in_flight == 0
 
 
 # --- capacity
@@ -462,6 +516,10 @@ def test_a_slab_that_cannot_be_deleted_blocks_no_other() -> None:
         disk.others_bytes = 0
         assert Pages(50).put(tier) == (OK,) * 50
         assert Pages(60).put(tier).count(OK) == 50, "what could not be deleted counts"
+        disk.others_bytes = 300 * TINY_RECORD
+        tier.clean()  # it can't still
+        assert [name for name in disk.names if "slab" in name] == [f"{tier.folders[0]}/slab.000002"]
+        disk.others_bytes = 0
         disk.fault = None
         tier.clean()
         assert f"{tier.folders[0]}/slab.000002" not in disk.names

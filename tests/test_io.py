@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,61 @@ def test_an_error_of_the_device_reaches_its_record(tmp_path: Path, monkeypatch: 
     got = moved(storage, file, True, [0, 1, 2, 3], buffers)
     assert sorted(got) == [0, 0, 0, errno.EIO]
     storage.close()
+
+
+def test_files_made_together_are_not_taken_for_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is put into the kernel's table while the next is taken into the books."""
+    storage = FileStorage(engine="io_uring")
+    engine = storage._engine
+    assert isinstance(engine, uring_engine.UringEngine)
+    at_work, go_on = threading.Event(), threading.Event()
+
+    def busy(ring: Ring) -> None:
+        at_work.set()
+        go_on.wait(10)
+
+    with engine._changed:
+        engine._commands.append(busy)
+        engine._changed.notify()
+    assert at_work.wait(10)
+    engine.add_file(os.open(tmp_path, os.O_RDONLY))
+    append = np.append
+
+    def slow(array: Any, value: Any) -> Any:
+        made = append(array, value)
+        go_on.set()
+        time.sleep(0.1)  # the ring's thread takes the first file into its table
+        return made
+
+    monkeypatch.setattr(np, "append", slow)
+    engine.add_file(os.open(tmp_path, os.O_RDONLY))
+    monkeypatch.setattr(np, "append", append)
+    engine._call(lambda ring: None)  # behind what was queued
+    for number in range(2):
+        fixed, name = int(engine._fixed[number]), int(engine._fds[number])
+        assert not fixed or name == number, f"file {number} would be taken for the one at place {name}"
+    storage.close()
+
+
+def test_buffers_stay_the_kernels_where_the_engine_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug ends the ring's thread while the device has a read: nobody is told before it is over."""
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    engine = uring_engine.UringEngine()
+    near, far = os.pipe()
+    _, _, buffers = memory(1)
+    transfer = Moved(write=False, files=[engine.add_file(near)], offsets=np.zeros(1, np.int64), buffers=buffers)
+
+    def broken(self: Any, ring: Ring) -> Any:
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(uring_engine.UringEngine, "_reap", broken)
+    engine.submit(transfer)
+    assert not transfer.over.wait(0.5), "the kernel has the buffer still"
+    os.write(far, b"\x55" * RECORD)
+    assert transfer.wait() == [errno.EIO]
+    engine.close()
+    os.close(near)
+    os.close(far)
 
 
 @pytest.mark.parametrize(("write", "function"), [(True, "pwritev"), (False, "preadv")])
@@ -500,6 +556,21 @@ def test_a_lock_has_one_owner_and_names_it(tmp_path: Path) -> None:
     second.lock(str(tmp_path / "LOCK"), "13")
     assert (tmp_path / "LOCK").read_text() == "13"
     second.close()
+
+
+def test_a_new_folder_is_synced_into_its_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power failure may take it, with all that was synced in it."""
+    synced: list[str] = []
+    monkeypatch.setattr(FileStorage, "sync_folder", lambda self, path: synced.append(path))
+    storage = FileStorage(engine="threads")
+    storage.make_folder(f"{tmp_path}/a/b")
+    assert synced == [str(tmp_path), f"{tmp_path}/a"] and (tmp_path / "a" / "b").is_dir()
+    storage.make_folder(f"{tmp_path}/a/b")
+    assert len(synced) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        storage.make_folder(f"{tmp_path}/file")
+    storage.close()
 
 
 def test_a_file_that_could_not_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,6 +185,17 @@ def test_rotation_survives_a_crash_at_every_step() -> None:
     pytest.fail("the rotation has no end")
 
 
+def test_a_snapshot_without_journals_says_what_the_next_is_called() -> None:
+    disk, storage, journal = fresh()
+    journal.append(puts([0]), sync=True)
+    journal.snapshot(puts([0]), journal.start_next())
+    storage.remove(f"{FOLDER}/journal.00000002")
+    again = Journal(storage, FOLDER, SET, 16384, generation=recover(storage, FOLDER, SET).generation)
+    again.start_next()
+    again.append(puts([1]), sync=True)
+    assert set(held(disk)) == {key(0), key(1)}
+
+
 def test_a_crash_during_write_file_leaves_the_old_or_the_new() -> None:
     kinds = set()
     for step in range(1, 12):

@@ -325,6 +325,41 @@ def test_cancel_and_deadline(tier: Watched, store: Callable[..., Store]) -> None
     assert set(statuses(late)[30:]) == {CANCELLED}
 
 
+def test_a_callback_of_a_move_that_was_too_late_may_begin_another(tier: Watched, store: Callable[..., Store]) -> None:
+    """Whoever finds that a move's time is up, its callbacks run without a lock of the movement's."""
+    it = store(20, 40, batch_pages=10, in_flight=1)
+    it.movement.book._deadlines.close()  # so that the thread which makes room finds it
+    tier.gate.clear()
+    first = it.movement.prefetch(it.keys[:10])
+    late = it.movement.prefetch(it.keys, deadline_s=0.05)
+    more: list[Move] = []
+    late.add_done_callback(lambda _: more.append(it.movement.prefetch(it.keys)))
+    time.sleep(0.1)
+    tier.gate.set()
+    assert done(first).all_ok
+    eventually(lambda: bool(more))
+    assert set(statuses(late)) == {CANCELLED} and done(more[0]).all_ok
+    it.check(more[0], range(20))
+
+
+@pytest.mark.parametrize("problem", [OSError("gone"), KeyError("bug")])
+def test_a_tier_that_raises_stops_no_later_move(
+    tier: Watched, store: Callable[..., Store], monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    reported: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", reported.append)
+    it = store(20, 40)
+
+    def refuse(*_: Any, **__: Any) -> TierHandle:
+        raise problem
+
+    with monkeypatch.context() as broken:
+        broken.setattr(tier, "get_into", refuse)
+        assert set(statuses(it.movement.prefetch(it.keys))) == {ERROR}
+    assert it.host.free_slots == 40 and len(reported) == (not isinstance(problem, OSError))
+    assert done(it.movement.prefetch(it.keys)).all_ok
+
+
 # --- write-back
 
 

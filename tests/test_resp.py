@@ -235,6 +235,24 @@ def test_a_server_that_reads_nothing() -> None:
     far.close()
 
 
+@pytest.mark.parametrize("answer", [b":10\r\n", b"+QUEUED\r\n", b"*-1\r\n", b"$12x\r\n", b"$-7\r\n", b"$36\r\n"])
+def test_an_answer_of_another_kind_is_never_taken_for_one_of_ours(answer: bytes) -> None:
+    def stored(link: RespSocket) -> None:
+        with pytest.raises(UnavailableError, match="out of step"):
+            list(link.store([b"k"], buffers(1), [b"NX"]))
+        assert not link.in_step, "whoever holds it must drop it"
+
+    run(Peer(answer), stored)
+
+    def fetched(link: RespSocket) -> None:
+        with pytest.raises(UnavailableError, match="out of step"):
+            list(link.fetch([b"k"], buffers(1)))
+        assert not link.in_step
+
+    if answer != b"$36\r\n":  # a value of another length is one
+        run(Peer(answer), fetched)
+
+
 def test_shut_wakes_who_waits() -> None:
     peer = Peer(b"")
     link = RespSocket(peer.near, 20)

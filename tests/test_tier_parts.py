@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tier_contract import done, statuses
+from tier_contract import done, eventually, statuses
 from tier_pages import ODD, Arena
 
 from kvtransfer.kernels.errors import ConfigError, LayoutError, OwnershipError, RecordError, TierError
@@ -202,6 +202,26 @@ def test_a_stalled_call_answers_what_waits_behind_it() -> None:
         assert statuses(first) == (MISS,)
         tier.answers = True
         assert tier.wait_up(5) and statuses(tier.lookup(pages.keys)) == (MISS, MISS)
+    pages.close()
+
+
+def test_a_store_that_answers_probes_stays_down_while_every_worker_is_stuck() -> None:
+    """Nobody would take what it is asked: new pages are ERROR at once, not late."""
+    gate, pages = threading.Event(), Arena(1).fill()
+
+    class Stuck(MemoryTier):
+        def do_get(self, job: Job) -> Outcomes:
+            gate.wait(10)
+            return super().do_get(job)
+
+    with Stuck(1 << 20, timeout_s=0.1) as tier:
+        first = tier.get_into(pages.keys, pages.buffers)
+        eventually(lambda: tier.health.times_down == 1)
+        assert not tier.wait_up(0.5)
+        assert statuses(tier.lookup(pages.keys)) == (ERROR,)
+        gate.set()
+        assert statuses(first) == (MISS,)
+        assert tier.wait_up(5) and statuses(tier.lookup(pages.keys)) == (MISS,)
     pages.close()
 
 

@@ -102,6 +102,9 @@ class CommitLog:
             try:
                 for file in files:
                     self._storage.sync(file)
+                self._snapshot_free.wait()
+                if self._journal.in_doubt:
+                    self.rotate()
                 self._journal.sync()
             except OSError:
                 self._dirty |= files
@@ -137,8 +140,8 @@ class CommitLog:
             self._gone = gone + self._gone
 
     def keep_small(self) -> None:
-        """Write a snapshot before the journal is full, or if there is no journal. Raises OSError."""
-        if not self._journal.usable or self._journal.filled > 0.5:
+        """Write a snapshot before the journal is full, or if there is none to be relied on. Raises OSError."""
+        if not self._journal.usable or self._journal.in_doubt or self._journal.filled > 0.5:
             self.rotate()
 
     def keep(self) -> None:

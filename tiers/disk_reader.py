@@ -83,7 +83,10 @@ class DiskReader(DiskReading):
         return SlotTable(slots_per_file, len(self.folders), LRU())
 
     def refresh(self) -> bool:
-        """Look at the owner's journal now. True if it says anything new. Raises OSError."""
+        """Look at the owner's journal now. True if it says anything new.
+
+        Raises OSError: what could be opened serves.
+        """
         with self._lock:
             self._next_look = time.monotonic() + self._refresh_s
             for _ in range(3):  # a snapshot may take a journal's place between the listing and the reading
@@ -100,15 +103,21 @@ class DiskReader(DiskReading):
             if not self._book.in_flight:  # a slab may have been deleted, and another made in its place
                 self._slabs.close_all()
                 self._in_doubt = False
-            self._slabs.open_all(writable=False)
+            failed: OSError | None = None
+            try:
+                self._slabs.open_all(writable=False)
+            except OSError as error:
+                failed = error  # the table must fit the slabs that are open all the same
             self._slabs.max_slots = self._slabs.total_slots
             fresh = self._empty(self._table.slots_per_file)
             for slab in self._slabs.files.values():
                 fresh.add_file(slab.number, slab.path, slab.slots)
             fresh.restore(found.entries)
             self._table.take_pages_of(fresh)
-            self._seen = seen
-            return True
+            self._seen = seen if failed is None else b""
+        if failed is not None:
+            raise failed
+        return True
 
     # --- the verbs
 
@@ -152,7 +161,15 @@ class DiskReader(DiskReading):
             with self._lock:
                 missing = -1 in self._table.find(keys)
             if missing:
-                self.refresh()
+                self._try_refresh()
+
+    def _try_refresh(self) -> None:
+        """`refresh`. Where that fails the old view serves on: each page is checked as it is read."""
+        try:
+            self.refresh()
+        except OSError as error:
+            self._book.count("refresh_failed")
+            self._observer.noted("disk.refresh_failed", name=self.name, message=str(error))
 
     def _refusal(self) -> TierError:
         return TierError(f"{self.name}: expected its owner to do this, got a reader; open a DiskTier at its own place")
@@ -161,7 +178,7 @@ class DiskReader(DiskReading):
         """Written over by the owner since, most likely; then it is a miss like any other."""
         before = dict(zip(transfer.keys_of(bad), [transfer.slots[at] for at in bad], strict=True))
         self._in_doubt = True
-        self.refresh()
+        self._try_refresh()
         with self._lock:
             now = dict(zip(before, self._table.find(before), strict=True))
         return [

@@ -103,9 +103,12 @@ class DiskRoom:
         """Delete slabs, the longest unused first, until no file system is over its share. How many. Raises OSError if
         one can't be unlinked; the others go all the same."""
         with self._growing:
-            self._slabs.delete_stuck()
             deleted = 0
             failed: OSError | None = None
+            try:
+                self._slabs.delete_stuck()
+            except OSError as error:
+                failed = error
             with self._lock:
                 order = self._table.files_by_use()
             for number in order:

@@ -211,6 +211,7 @@ class SlotTable:
         """Up to ``count`` pages to evict: from ``first``, then as the policy says; none that is pinned or read."""
         self._settle()
         chosen: dict[bytes, None] = {}
+        pinned = frozenset(pinned)  # asked for each candidate
         for source in (first, self._policy.victims()):
             for key in source:
                 if len(chosen) >= count:

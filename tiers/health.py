@@ -65,6 +65,11 @@ class Health:
         """How often it went down."""
         return self._times_down
 
+    @property
+    def overdue_calls(self) -> int:
+        """Calls inside `watching` that took too long, and go on."""
+        return sum(map(math.isinf, list(self._calls.values())))
+
     def error(self) -> UnavailableError | None:
         """Why the store is left alone now; None if it is not. A new error each time: it may be raised."""
         cause = self._cause

@@ -90,7 +90,7 @@ class Storage(Protocol):
     """The files of one tier. Paths are absolute. Errors are OSError, as the system gives them. Thread-safe."""
 
     def make_folder(self, path: str) -> None:
-        """With its parents; no error if it is there."""
+        """With its parents; no error if it is there. Names of those that were made survive a power failure."""
 
     def list_folder(self, path: str) -> list[str]:
         """Names in it, sorted; empty if there is no such folder."""

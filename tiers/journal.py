@@ -101,6 +101,7 @@ def recover(storage: Storage, folder: str, set_id: bytes) -> Recovered:
         if generation >= since:
             _read(storage.read_all(os.path.join(folder, name)), set_id, generation, out, parts)
             out.files.append(name)
+    out.generation = max(out.generation, since)  # a journal numbered below the snapshot's would say nothing
     if parts:
         out.entries = np.concatenate(parts)
     return out
@@ -149,6 +150,13 @@ class Journal:
         self._file: int | None = None
         self._at = 0
         self._dirty = False
+        self._doubted = 0  # generation of the newest journal that may not be safe; 0: none
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether what was appended may never become safe by `sync`: one failed (what the kernel could not write, it
+        forgets), or it stands in an older file that was not synced. A snapshot that succeeds puts an end to it."""
+        return self._doubted > 0
 
     @property
     def usable(self) -> bool:
@@ -193,7 +201,11 @@ class Journal:
     def sync(self) -> None:
         """Return once everything appended survives a power failure."""
         if self._dirty and self._file is not None:
-            self._storage.sync(self._file)
+            try:
+                self._storage.sync(self._file)
+            except OSError:
+                self._doubted = self._generation
+                raise
             self._dirty = False
 
     def start_next(self) -> int:
@@ -208,6 +220,8 @@ class Journal:
         file = self._storage.create(os.path.join(self._folder, name), self._nbytes, slab=False)
         if self._file is not None:
             self._storage.close_file(self._file)
+        if self._dirty:
+            self._doubted = self._generation
         self._file, self._at, self._number, self._generation, self._dirty = file, 0, 0, generation, False
         return generation
 
@@ -221,6 +235,8 @@ class Journal:
             for i, at in enumerate(range(0, max(1, len(entries)), _SNAPSHOT_BATCH))
         ]
         write_file(self._storage, self._folder, SNAPSHOT, b"".join(batches))
+        if self._doubted < generation:  # else it is of one begun since
+            self._doubted = 0
         for name in self._storage.list_folder(self._folder):
             if name.startswith(_PREFIX) and name[len(_PREFIX) :].isdigit() and int(name[len(_PREFIX) :]) < generation:
                 self._storage.remove(os.path.join(self._folder, name))

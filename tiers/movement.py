@@ -7,6 +7,7 @@ begun in the order of the keys, roots first.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.check import host_ids
-from kvtransfer.kernels.errors import CapacityError, ConfigError, KVTransferError, OwnershipError
+from kvtransfer.kernels.errors import CapacityError, ConfigError, KVTransferError, OwnershipError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle
-from kvtransfer.tiers.batch import Verb
+from kvtransfer.tiers.batch import Verb, call_subscriber
 from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.host import HostTier, Slots
 from kvtransfer.tiers.move import Move
@@ -155,26 +156,33 @@ class Movement:
                     return
                 self._again = False
             while (part := self._next_part()) is not None:
-                self._begin(*part)
+                call_subscriber(functools.partial(self._begin, *part))  # a tier's bug does not stop the others
 
     def _next_part(self) -> tuple[Move, list[int]] | None:
-        with self._lock:
-            while self._waiting and self._with_tier < self._most:
+        """Of the one thread that pumps."""
+        while True:
+            with self._lock:
+                if not self._waiting or self._with_tier >= self._most:
+                    return None
                 move = self._waiting[0]
-                places = move.batch.begin(move.next_places(self._batch_pages))
+            # Without the lock: where its time is up this ends the move, and calls who waits for it.
+            places = move.batch.begin(move.next_places(self._batch_pages))
+            with self._lock:
                 if move.all_begun:
                     self._waiting.popleft()
                 if places:
                     self._with_tier += 1
                     return move, places
-            return None
 
     def _begin(self, move: Move, places: list[int]) -> None:
         part = _Part(self, move, places)
         try:
             part.begin()
-        except KVTransferError as error:  # the tier is closed, or a slot is not ours
+        except (KVTransferError, OSError) as error:  # the tier is closed, or a slot is not ours
             part.end(dict.fromkeys(part.places, (PageStatus.ERROR, error)))
+        except BaseException as error:  # a bug, of the tier most likely: reported as one
+            part.end(dict.fromkeys(part.places, (PageStatus.ERROR, TierError(f"{self.tier.name}: {error!r}"))))
+            raise
 
     def part_ended(self) -> None:
         """A batch is back from the tier."""
@@ -240,7 +248,7 @@ class _Part:
             }
             try:
                 answered(answers)
-            except KVTransferError as error:  # the tier was closed meanwhile
+            except (KVTransferError, OSError) as error:  # the tier was closed meanwhile
                 self.end(dict.fromkeys(self.places, (PageStatus.ERROR, error)))
 
         handle.add_done_callback(done)

@@ -216,7 +216,7 @@ class RedisTier(WorkerTier):
                 idle_end = (
                     not fresh and answered == 0 and not isinstance(error.__cause__, BlockingIOError | TimeoutError)
                 )
-                if not idle_end:
+                if not idle_end or self._aborted:
                     raise
             finally:
                 if not link.socket.in_step:
@@ -226,8 +226,9 @@ class RedisTier(WorkerTier):
         """The calling thread's connection, and whether it was made just now."""
         me = threading.get_ident()
         link = self._links.get(me)
-        if link is not None:
+        if link is not None and link.socket.in_step:
             return link, False
+        self._drop_link()  # never one with an answer to an earlier question under way
         connection: Any = self._pool.make_connection()
         with self._links_lock:
             self._connecting[me] = connection

@@ -109,8 +109,14 @@ class RespSocket:
         self._begin([*parts, before])
         for left in range(len(keys), 0, -1):
             line = self._line()
+            if line[:1] == b"-":
+                answer: bool | RespError = RespError(line[1:].decode(errors="replace"))
+            elif line in (b"+OK", b"$-1"):  # $-1: NX, and it was there
+                answer = line == b"+OK"
+            else:
+                raise UnavailableError(f"expected +OK or $-1 for a SET, got {line[:40]!r}: out of step")
             self.in_step = left == 1
-            yield RespError(line[1:].decode(errors="replace")) if line[:1] == b"-" else line == b"+OK"
+            yield answer
 
     def shut(self) -> None:
         """Make whoever waits on the socket stop waiting, from any thread. The socket is of no more use."""
@@ -154,7 +160,7 @@ class RespSocket:
             line = self._line()
             if line[:1] == b"-":
                 return RespError(line[1:].decode(errors="replace"))
-            length = int(line[1:])
+            length = _length(line)
             if length < 0:
                 return False
             if length != size:
@@ -223,6 +229,13 @@ def _broken(error: OSError) -> UnavailableError:
     if isinstance(error, TimeoutError | BlockingIOError):
         return UnavailableError("the server gave no answer in time")
     return UnavailableError(f"the connection broke: {error}")
+
+
+def _length(line: bytes) -> int:
+    """Of the value that ``line`` announces; -1: there is none."""
+    if line[:1] != b"$" or not (line[1:].isdigit() or line == b"$-1"):
+        raise UnavailableError(f"expected the length of a value, got {line[:40]!r}: out of step")
+    return int(line[1:])
 
 
 def _window_and_burst(buffers: Sequence[RecordBuffer]) -> tuple[int, int]:

@@ -50,7 +50,12 @@ class SlabFiles:
                 digits = name[len(_PREFIX) :]
                 if not name.startswith(_PREFIX) or not digits.isdigit() or int(digits) in self.files:
                     continue
-                file = self._storage.open(os.path.join(folder, name), writable=writable, slab=True)
+                try:
+                    file = self._storage.open(os.path.join(folder, name), writable=writable, slab=True)
+                except FileNotFoundError:
+                    if writable:
+                        raise
+                    continue  # its owner deleted it just now
                 slots = min(self._slots_per_file, self._storage.size(file) // self._record_bytes)
                 self.files[int(digits)] = SlabFile(int(digits), file, path, slots)
 
@@ -130,9 +135,15 @@ class SlabFiles:
         self._unlink(slab)
 
     def delete_stuck(self) -> None:
-        """Try again what could not be unlinked. Raises OSError for the first that still can't."""
+        """Try again what could not be unlinked. Raises OSError if one still can't; the others go all the same."""
+        failed: OSError | None = None
         for slab in list(self._stuck.values()):
-            self._unlink(slab)
+            try:
+                self._unlink(slab)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            raise failed
 
     def _unlink(self, slab: SlabFile) -> None:
         try:

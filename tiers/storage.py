@@ -85,7 +85,16 @@ class FileStorage:
     # --- files
 
     def make_folder(self, path: str) -> None:
-        os.makedirs(path, exist_ok=True)
+        if os.path.isdir(path):
+            return
+        parent = os.path.dirname(os.path.abspath(path))
+        self.make_folder(parent)
+        try:
+            os.mkdir(path)
+        except FileExistsError:  # others make theirs under the same path
+            if not os.path.isdir(path):
+                raise
+        self.sync_folder(parent)
 
     def list_folder(self, path: str) -> list[str]:
         try:

@@ -91,7 +91,8 @@ class UringEngine:
                         ring.set_file(number, fd)
                     except OSError:
                         return  # the descriptor serves as well
-                    self._fds[number], self._fixed[number] = number, FIXED_FILE
+                    with self._changed:  # not into an array that `add_file` is copying: half of it would be lost
+                        self._fds[number], self._fixed[number] = number, FIXED_FILE
 
                 self._commands.append(put)
         return number
@@ -100,7 +101,8 @@ class UringEngine:
         def drop(ring: Ring) -> None:
             if self._fixed[number]:
                 ring.set_file(number, -1)
-            self._fds[number], self._fixed[number] = -1, 0
+            with self._changed:
+                self._fds[number], self._fixed[number] = -1, 0
 
         self._call(drop)
 
@@ -161,7 +163,8 @@ class UringEngine:
         except BaseException as error:
             with self._changed:
                 self._failed = error
-            ring.close()  # first: the kernel lets go of the buffers
+            self._drain(ring)  # first: closing does not wait for what the device has, and that may write still
+            ring.close()
             self._abandon(errno.EIO)
             raise  # never expected: the thread's hook prints it
         ring.close()
@@ -246,9 +249,8 @@ class UringEngine:
                 self._expected[2 * slot] += trailer
                 self._left[slot] = 1
             self._bytes += payload + trailer
-        self._flying += 2 * count - len(loose)
         if not loose:
-            ring.push(entries.reshape(-1))
+            self._push(ring, entries.reshape(-1))
             return
         vectors = [slots[row] for row in loose]
         self._vectors[vectors] = np.stack((where[loose], sizes[loose]), axis=2).reshape(-1, 4)
@@ -257,7 +259,11 @@ class UringEngine:
         entries["length"][loose, 0], entries["buffer"][loose] = 2, 0
         kept = np.ones((count, 2), dtype=np.bool_)
         kept[loose, 1] = False
-        ring.push(entries[kept])
+        self._push(ring, entries[kept])
+
+    def _push(self, ring: Ring, entries: NDArray[Any]) -> None:
+        ring.push(entries)
+        self._flying += len(entries)
 
     def _places_of(self, where: NDArray[np.uint64], sizes: NDArray[np.uint64]) -> list[tuple[int, int]]:
         """The place in the buffer table of each record's two parts; -1 where there is none."""
@@ -297,6 +303,16 @@ class UringEngine:
             entry[1].append(position)
             entry[2].append(error)
         return finished
+
+    def _drain(self, ring: Ring) -> None:
+        """Wait until the kernel has no buffers any more, as far as it lets itself be asked."""
+        left = self._flying - ring.unsubmitted
+        ring.unsubmitted = 0  # never given to it
+        try:
+            while (left := left - len(ring.take())) > 0:
+                ring.enter(left, _NOTICE_S)
+        except OSError:
+            pass  # no ring to ask: closing it is all that is left
 
     def _abandon(self, code: int) -> None:
         """Tell everybody that it failed."""

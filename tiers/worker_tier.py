@@ -83,7 +83,7 @@ class WorkerTier(Tier, ABC):
         self.book = BatchBook(name, observer)
         self.pins = PinBook()
         self.registered = RegisteredMemory(name)
-        self.health = Health(name, self.do_probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
+        self.health = Health(name, self._probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
         self._job_pages, self._spread = job_pages, spread
         self._jobs: queue.SimpleQueue[tuple[Batch, range] | Callable[[], object] | None] = queue.SimpleQueue()
         self._aborted = False
@@ -235,6 +235,12 @@ class WorkerTier(Tier, ABC):
         error = self.health.error()
         if error is not None:
             batch.fail(error, batch.begin(positions))
+
+    def _probe(self) -> None:
+        """A store that answers a probe is of no use while every worker is stuck in a call: pages would wait unheard."""
+        if self.health.overdue_calls >= self._workers:
+            raise UnavailableError(f"{self.name}: every call that was given up is under way still")
+        self.do_probe()
 
     def _went_down(self, error: UnavailableError) -> None:
         """What waits in the queue is answered now, though every worker may be stuck."""
