@@ -28,7 +28,7 @@ from kvtransfer.tiers.mooncake import MooncakeTier
 from kvtransfer.tiers.redis import RedisTier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from tier_servers import Mooncake, start_redis  # noqa: E402
+from tier_servers import Mooncake, start_redis
 
 BAR = 0.8
 PIPELINE = 32

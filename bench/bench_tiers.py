@@ -1,8 +1,9 @@
 """Tiers against what their storage can do, each ratio within one run.
 
-    python bench/bench_tiers.py [disk ...] [--folder DIR] [--json FILE] [--quick]
+    python bench/bench_tiers.py [disk redis mooncake ...] [--folder DIR] [--json FILE] [--quick]
 
-A tier's part is a function from `Options` to rows, listed in `PARTS`. Disk is in bench_disk.py.
+A tier's part is a function from `Options` to rows, listed in `PARTS`: disk is in bench_disk.py; redis and mooncake, in
+bench_remote.py, need their clients and servers.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
-from bench_disk import disk_rows
 from bench_rows import Options, Row
 from rich.console import Console
 from rich.table import Table
 
-PARTS: dict[str, Callable[[Options], list[Row]]] = {"disk": disk_rows}
+PARTS = {  # module and function: a part's clients are imported with it
+    "disk": ("bench_disk", "disk_rows"),
+    "redis": ("bench_remote", "redis_rows"),
+    "mooncake": ("bench_remote", "mooncake_rows"),
+}
+
+
+def rows_of(part: str, options: Options) -> list[Row]:
+    """Measure one part."""
+    module, function = PARTS[part]
+    rows: list[Row] = getattr(import_module(module), function)(options)
+    return rows
 
 
 def show(rows: list[Row]) -> None:
@@ -48,7 +59,7 @@ def main() -> None:
         parser.error(f"expected parts of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     args.folder.mkdir(parents=True, exist_ok=True)
     options = Options(args.folder, repeats=3 if args.quick else 5, seconds=0.5 if args.quick else 2.0)
-    rows = [row for part in args.parts or PARTS for row in PARTS[part](options)]
+    rows = [row for part in args.parts or PARTS for row in rows_of(part, options)]
     show(rows)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))

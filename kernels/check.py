@@ -56,13 +56,25 @@ def host_ids(ids: Any, limit: int, what: str, *, distinct: bool) -> Ids:
         at = int(np.argmax((raw < 0) | (raw >= limit)))
         raise LayoutError(f"{what} ids: expected 0 to {limit - 1}, got {int(raw[at])} at position {at}")
     out = raw.astype(np.int64, copy=True)
-    if distinct and out.size > 1:
-        ranked = np.sort(out.astype(np.int32) if limit <= 2**31 else out)  # half the bytes sort twice as fast
+    if distinct and out.size > 1 and not _all_distinct(out, limit):
+        ranked = np.sort(out)
         twice = ranked[1:][ranked[1:] == ranked[:-1]]
-        if twice.size:
-            where = np.flatnonzero(out == twice[0])[:2].tolist()
-            raise LayoutError(f"{what} ids: expected distinct ids, got {int(twice[0])} at positions {where}")
+        where = np.flatnonzero(out == twice[0])[:2].tolist()
+        raise LayoutError(f"{what} ids: expected distinct ids, got {int(twice[0])} at positions {where}")
     return out
+
+
+def _all_distinct(ids: Ids, limit: int) -> bool:
+    """Whether no id, 0 to ``limit - 1``, is there twice. 8,192 random ids: 13 us by marks, 46 by sorting; a mark for
+    each of 524,288 slots costs 50."""
+    if (ids[1:] > ids[:-1]).all():
+        return True
+    if limit <= 32 * ids.size:
+        seen = np.zeros(limit, dtype=np.bool_)
+        seen[ids] = True
+        return int(np.count_nonzero(seen)) == ids.size
+    ranked = np.sort(ids.astype(np.int32) if limit <= 2**31 else ids)  # half the bytes sort twice as fast
+    return bool((ranked[1:] != ranked[:-1]).all())
 
 
 @triton.jit(do_not_specialize=["count", "limit", "stamp"], do_not_specialize_on_alignment=["ids", "status"])

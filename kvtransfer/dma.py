@@ -82,6 +82,7 @@ _ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuCtxGetCurrent": (4000, (c_void_p,)),
     "cuCtxPushCurrent": (4000, (c_void_p,)),
     "cuCtxPopCurrent": (4000, (c_void_p,)),
+    "cuCtxSetCurrent": (4000, (c_void_p,)),
     "cuStreamGetCtx": (9020, (c_void_p, c_void_p)),  # 12.5 added a third argument
     "cuStreamIsCapturing": (10000, (c_void_p, c_void_p)),
     "cuMemcpy2DAsync": (3020, (c_void_p, c_void_p)),
@@ -89,6 +90,9 @@ _ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuStreamWriteValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
     "cuStreamWaitEvent": (3020, (c_void_p, c_void_p, c_uint)),
     "cuEventRecord": (2000, (c_void_p, c_void_p)),
+    "cuEventQuery": (2000, (c_void_p,)),
+    "cuMemcpyAsync": (4000, (c_uint64, c_uint64, c_size_t, c_void_p)),
+    "cuMemsetD8Async": (3020, (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p)),
     "cuLaunchKernel": (4000, (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
     "cuThreadExchangeStreamCaptureMode": (10010, (c_void_p,)),
     "cuMemHostGetDevicePointer": (3020, (c_void_p, c_void_p, c_uint)),
@@ -328,11 +332,18 @@ class CopyEngine(Copier):
             return TorchCopyEngine()
 
     def entry_points(self) -> tuple[int, ...]:
-        """Addresses for `kvtransfer.submitter`: batch (of `batch_version`), wait, record, launch, 2-D copy, then the
-        batch attributes in stream order and in any order. Valid as long as this engine."""
-        symbols = (_BATCH, "cuStreamWaitEvent", "cuEventRecord", "cuLaunchKernel", "cuMemcpy2DAsync")
+        """Addresses for `kvtransfer.submitter`, in the order of its ``driver_t``: functions (the batch in the form of
+        `batch_version`), then the batch attributes in stream order and in any order. Valid as long as this engine."""
+        symbols = (_BATCH, "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuLaunchKernel", "cuMemcpyAsync",
+                   "cuMemsetD8Async", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode")  # fmt: skip
         attributes = (ctypes.addressof(self._stream_order), ctypes.addressof(self._any_order))
         return (*(self._addresses[symbol] for symbol in symbols), *attributes)
+
+    def current_context(self) -> int:
+        """The calling thread's CUDA context (raw handle), 0 where it has none."""
+        context = c_void_p()
+        self._must("cuCtxGetCurrent", byref(context))
+        return context.value or 0
 
     def batch(self, dst: U64, src: U64, sizes: U64, stream: int, *, any_order: bool = False) -> None:
         n = check_descriptors(dst, src, sizes)

@@ -3,7 +3,7 @@
 A call checks its input, records the fences of the declared streams on the caller's thread, claims its pages
 and slots (so that two transfers that touch one are ordered), and returns a handle. Bulk transfers are
 submitted by the engine's own thread (`kvtransfer.pump`), which keeps the call under a millisecond; a layer-wise
-load that is a single launch by the caller, who is about to launch the forward it feeds.
+load by the caller, who is about to launch the forward it feeds: one launch, or one job for a thread in C.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ from kvtransfer.workshop import FlagSets, Workshop
 if TYPE_CHECKING:
     from kvtransfer.timeline import Timeline
 
-DEFAULT_STAGING_BYTES = 192 << 20
+DEFAULT_STAGING_BYTES = 384 << 20
+MOST_PLANS = 256  # remembered
 LONGEST_DEADLINE_S = 1e6  # eleven days: what a thread can wait for is limited
 
 
@@ -63,8 +64,8 @@ class TransferEngine:
     compute_s_per_layer  seconds that a layer of the forward takes, for the groups of layer-wise loads; None: unknown
     verify         digests: written down by stores, compared by loads (`TransferHandle.verdict`)
     deadline_s     of each transfer, from its call, unless the call says otherwise
-    script         staged layer-wise loads go to the driver in one call without the GIL (`kvtransfer.scripted`); new,
-                   and off until it has been measured in more forwards
+    script         staged transfers are handed over to a thread in C (`kvtransfer.scripted`); False, as where there is
+                   no C compiler: call by call on the engine's thread
     observer       told of every stage; more may be added to ``engine.observer`` later. KVTRANSFER_NVTX=1 and
                    KVTRANSFER_TIMELINE=FILE add ours (docs/profiling.md)
     delays         CPU only: hold lanes back (tests)
@@ -80,7 +81,7 @@ class TransferEngine:
         sm_budget: int | str = "prefill",
         verify: bool = True,
         deadline_s: float = 30.0,
-        script: bool = False,
+        script: bool = True,
         profile: LinkProfile | None = None,
         compute_s_per_layer: float | None = None,
         observer: Observer = NO_OBSERVER,
@@ -147,6 +148,7 @@ class TransferEngine:
             )
             for direction, (source, target, order) in ends.items()
         }
+        self._plans: dict[tuple[Any, ...], Plan] = {}
         self._order = threading.Lock()  # claims and queue positions of one call, as one step
         self._numbers = itertools.count(1)
         self._pump = Pump(self._shop, pool.name)
@@ -159,8 +161,11 @@ class TransferEngine:
             load_kernels(self._shop, host_pinned=host.pinned)
             for power in range((pool.num_pages - 1).bit_length() + 1):  # so that no call has to
                 self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
-            if script:
-                self._shop.submitter = Submitter.create(lanes.copier, self.observer)
+            if script and ring is not None:
+                with torch.cuda.device(pool.device):
+                    for direction in ends:
+                        if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
+                            self._shop.submitters[direction] = submitter
         self._timeline: Timeline | None = None
         wanted = timeline_wanted(pool.name)
         if wanted is not None:
@@ -249,7 +254,8 @@ class TransferEngine:
     def timeline(self, file: str | Path, *, link_gbps: float | None = None) -> Iterator[Timeline]:
         """While open, what happens is recorded; at the end it is written to ``file`` as a Chrome/Perfetto trace.
 
-        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints
+        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints; None takes the
+                   measured profile's, or what PCIe can do in theory
 
         Take the results of transfers inside the block: what is not through when it ends is cut off. Not while a CUDA
         graph is captured. Raises ConfigError where the file can't be written.
@@ -315,7 +321,7 @@ class TransferEngine:
         if by_layer:
             _LayerStore(transfer, self._shop)
         claims = [(self.pool.ledger, page_ids), (self.host.ledger, slot_ids)]
-        self._launch(transfer, claims, here=layerwise and plan.path in ("mapped", "cpu"))
+        self._launch(transfer, claims, here=layerwise and (plan.path in ("mapped", "cpu") or transfer.scripted))
         return handle
 
     def _handle(self, plan: Plan, deadline_s: float | None, target: KVPool | None = None) -> TransferHandle:
@@ -324,7 +330,7 @@ class TransferEngine:
         deadline = self.deadline_s if deadline_s is None else _require_deadline(deadline_s)
         handle = TransferHandle(
             next(self._numbers), plan, self.pool, deadline, self.observer,
-            target=target, on_engine_thread=self._pump.is_this_thread,
+            target=target, on_engine_thread=self._pump.is_this_thread, wake_engine=self._pump.wake,
         )  # fmt: skip
         self.observer.planned(handle.number, plan.direction, plan.path, plan.pages, plan.total_bytes)
         return handle
@@ -390,12 +396,26 @@ class TransferEngine:
             spec, pages_ = self.pool.spec, slots.size
             span = Span("plan", 0, direction, "", (0, spec.num_layers), pages_, pages_ * spec.page_bytes)
             with self.observer.span(span):
-                return make_plan(facts, chosen)
-        return make_plan(facts, chosen)
+                return self._remembered_plan(facts, chosen)
+        return self._remembered_plan(facts, chosen)
+
+    def _remembered_plan(self, facts: Facts, forced: str | None) -> Plan:
+        """`make_plan`; the same plan again where the numbers are the same (scattered pages differ in nothing else)."""
+        groups = facts.terrain.groups(facts.pages, facts.compute_s) if facts.layerwise else None
+        asked = (facts.pages, facts.runs, facts.host_runs, facts.layerwise, facts.compute_s, groups)
+        key = (facts.terrain.direction, forced, *asked)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = make_plan(facts, forced)
+        return plan
 
     def _open_timeline(self, file: str | Path, link_gbps: float | None, *, overwrite: bool) -> Timeline:
         from kvtransfer.timeline import Timeline  # noqa: PLC0415  (most engines never open one)
 
+        if link_gbps is None and self._shop.on_gpu and self.profile.source == "measured":
+            link_gbps = self.profile.peak_gbps["h2d"]
         timeline = Timeline(file, self.pool.device, self.pool.name, link_gbps=link_gbps, overwrite=overwrite)
         self.observer.add(timeline)
         return timeline
@@ -407,7 +427,7 @@ class TransferEngine:
         streams: list[Stream] = list(pool.streams)
         if not self._shop.on_gpu:
             return [s.record() for s in streams if isinstance(s, FifoStream)], None
-        current = torch.cuda.current_stream(self.pool.device)
+        current = torch.cuda.current_stream(self.pool.device.index)
         with torch.cuda.device(self.pool.device):
             if any(is_capturing(s) for s in (current, *streams) if isinstance(s, torch.cuda.Stream)):
                 raise TransferError(
@@ -420,19 +440,24 @@ class TransferEngine:
             return [_event(s) for s in streams], copied
 
     def _submit_here(self, transfer: Transfer) -> None:
-        """Submit a layer-wise load on the caller's thread: one launch, or a few closures on the CPU."""
+        """Submit a layer-wise load on the caller's thread: one job, one launch, or a few closures on the CPU."""
+        waits = False
         try:
             with self._shop.lock:
                 try:
                     transfer.start()
-                    while transfer.chunks_left and not transfer.handle.cancelled:
+                    if transfer.scripted:
+                        transfer.handed_over = transfer.hand_over()
+                        waits = not transfer.handed_over
+                    while not transfer.scripted and transfer.chunks_left and not transfer.handle.cancelled:
                         transfer.next_chunk()
                 except BaseException as error:  # kept: it is the transfer's error, raised by whoever waits
                     transfer.handle.fail(as_transfer_error(error))
                 finally:
-                    transfer.finish()
+                    if not (transfer.handed_over or waits):
+                        transfer.finish()
         finally:  # also after a KeyboardInterrupt: its pages are claimed
-            self._pump.watch(transfer)
+            (self._pump.enqueue if waits else self._pump.watch)(transfer)
 
 
 class _LayerStore:

@@ -32,9 +32,7 @@ from kvtransfer.pool import KVPool, Stream, is_capturing
 
 if TYPE_CHECKING:
     from kvtransfer.dma import Copier
-
-
-SCRIPT_LOOK_S = 30e-6
+    from kvtransfer.submitter import Job
 
 
 class PageState(IntEnum):
@@ -92,9 +90,10 @@ class LayerFlags:
 
 @dataclass
 class _Running:
-    """A script under way: see `TransferHandle.script_started`. ``seen`` of its chunks have been taken note of."""
+    """A job under way: see `TransferHandle.script_started`. ``seen`` of its chunks have been taken note of."""
 
-    progress: NDArray[np.uint32]
+    job: Job
+    await_chunks: Callable[[Job, int], None]
     chunks: list[tuple[Chunk, Event]]
     seen: int = 0
 
@@ -112,6 +111,7 @@ class TransferHandle:
         *,
         target: KVPool | None = None,
         on_engine_thread: Callable[[], bool] = lambda: False,
+        wake_engine: Callable[[], None] = lambda: None,
     ) -> None:
         self.number = number
         self.plan = plan
@@ -119,6 +119,7 @@ class TransferHandle:
         self._pool = pool
         self._target = pool if target is None else target  # of a device copy: its streams may wait too
         self._on_engine_thread = on_engine_thread
+        self._wake_engine = wake_engine
         self._observer = observer
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
@@ -127,12 +128,12 @@ class TransferHandle:
         for chunk in plan.chunks:
             left[chunk.box.layer_start : chunk.box.layer_stop] += 1
         self._chunks_left: list[int] = left.tolist()  # chunks of the layer not yet submitted
+        self._chunks_until: list[int] | None = None  # see `_chunks_needed`
         self._layer_event: list[Event | None] = [None] * layers
         self._begun: list[Chunk] = []  # chunks of which something may have been enqueued
         self._submitted: list[tuple[Chunk, Event]] = []
         self._flags: LayerFlags | None = None
         self._script: _Running | None = None
-        self._stop: NDArray[np.uint32] | None = None
         self._final: Event | None = None
         self._ended = False
         self._cancelled = False
@@ -141,6 +142,7 @@ class TransferHandle:
         self._verdict: Verdict | None = None
         self._seconds = 0.0
         self._nothing_written = False
+        self._states: NDArray[np.int8] | None = None  # once ended: its events may be others' by then
         self._bad: NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self._callbacks: list[Callable[[TransferHandle], object]] = []
         self._wakers: list[Callable[[], object]] = []  # of coroutines: also at the deadline, which `result` ends at
@@ -187,9 +189,9 @@ class TransferHandle:
 
             if self._observer.spans:
                 with self._span("wait_layer", layer, consumer):
-                    self._hold(consumer, self._recorded(look), layer)
+                    self._hold(consumer, self._recorded(look, layer), layer)
             else:
-                self._hold(consumer, self._recorded(look), layer)
+                self._hold(consumer, self._recorded(look, layer), layer)
         self._observer.waited(self.number, layer, time.monotonic() - started)
 
     def wait_all(self, stream: Stream | None = None) -> None:
@@ -230,6 +232,9 @@ class TransferHandle:
 
     def states(self) -> NDArray[np.int8]:
         """`PageState` of each page, as far as known now; final once `done`. Never waits."""
+        with self._changed:
+            if self._states is not None:
+                return self._states.copy()
         pages = self.plan.pages
         if self._nothing_written:
             return np.zeros(pages, dtype=np.int8)
@@ -256,13 +261,14 @@ class TransferHandle:
         Pages stay owned until the work in flight is through; `result` then raises TransferCancelled.
         """
         with self._changed:
+            self.poll()
             if self._ended or self._final is not None or self._cancelled or not any(self._chunks_left):
                 return False
             self._cancelled = True
-            if self._stop is not None:
-                self._stop[0] = 1
+            self.stop_script()
             self._changed.notify_all()
-            return True
+        self._wake_engine()
+        return True
 
     def add_done_callback(self, fn: Callable[[TransferHandle], object]) -> None:
         """Call ``fn(handle)`` once the transfer has ended: on the engine's thread, or here if it has."""
@@ -363,17 +369,22 @@ class TransferHandle:
         return len(self._submitted)
 
     def script_started(
-        self, progress: NDArray[np.uint32], stop: NDArray[np.uint32], chunks: list[tuple[Chunk, Event]]
+        self, job: Job, await_chunks: Callable[[Job, int], None], chunks: list[tuple[Chunk, Event]]
     ) -> None:
-        """Chunks are about to be submitted without Python: ``progress[0]`` says how many of them have been, and
-        their events are recorded in that order. ``stop[0] = 1`` ends it after the chunk under way."""
+        """Chunks are about to be submitted without Python: ``job`` says how many of them have been, and their events
+        are recorded in that order. ``await_chunks`` holds its caller until it is so many."""
         with self._changed:
-            self._script = _Running(progress, chunks)
+            self._script = _Running(job, await_chunks, chunks)
             self._begun += [chunk for chunk, _ in chunks]
-            self._stop = stop
             if self._cancelled:
-                stop[0] = 1
+                job.stop()
             self._changed.notify_all()
+
+    def stop_script(self) -> None:
+        """Let nothing be submitted after the chunk under way."""
+        script = self._script
+        if script is not None:
+            script.job.stop()
 
     def script_ended(self, *, failed: bool) -> None:
         """Nothing more of the script will be submitted; of the chunk after the last one some of it may have been."""
@@ -383,14 +394,15 @@ class TransferHandle:
                 for chunk, _ in self._script.chunks[self._script.seen + failed :]:
                     self._begun.remove(chunk)
                 self._script = None
+            self._changed.notify_all()
 
     def poll(self) -> None:
-        """Take note of what a script has submitted by now."""
+        """Take note of what a job has submitted by now."""
         script = self._script
         if script is None:
             return
         with self._changed:
-            done = int(script.progress[0])
+            done = script.job.chunks_submitted
             for chunk, event in script.chunks[script.seen : done]:
                 self.chunk_submitted(chunk, event)
             script.seen = max(script.seen, done)
@@ -439,8 +451,9 @@ class TransferHandle:
                 return
             self._verdict, self._seconds, self._bad = verdict, seconds, bad
             self._nothing_written = nothing_written
+            self._states = self.states()
             if isinstance(self._error, TransferError) and not self._error.pages:
-                self._error.pages = tuple(np.flatnonzero(self.states() != PageState.DONE).tolist())
+                self._error.pages = tuple(np.flatnonzero(self._states != PageState.DONE).tolist())
             self._ended = True
             self.keep.clear()
             if self._write_layer is not None:  # it holds the transfer: let go of that
@@ -462,7 +475,7 @@ class TransferHandle:
                 self._require_declared(stream)
             return stream
         if stream is None:
-            stream = torch.cuda.current_stream(self._pool.device)
+            stream = torch.cuda.current_stream(self._pool.device.index)
         if isinstance(stream, FifoStream):
             self._require_declared(stream)
             return stream
@@ -482,10 +495,10 @@ class TransferHandle:
         span = Span(name, self.number, self.plan.direction, "compute", (layer, layer + 1), self.plan.pages, 0, stream)
         return self._observer.span(span)
 
-    def _recorded(self, look: Callable[[], Event | None]) -> Event:
-        """Hold the caller until the event that ``look`` returns has been recorded."""
-        with self._changed:
-            while True:
+    def _recorded(self, look: Callable[[], Event | None], layer: int | None = None) -> Event:
+        """Hold the caller until the event that ``look`` returns (of ``layer``, or of all) has been recorded."""
+        while True:
+            with self._changed:
                 if self._error is not None:
                     raise self._error
                 self.poll()
@@ -497,8 +510,27 @@ class TransferHandle:
                 left = self._deadline - time.monotonic()
                 if left <= 0:
                     raise DeadlineExceeded(f"not submitted within the deadline of {self.deadline_s:g} s")
-                # A script tells nobody how far it is: look again soon, with the GIL left to others meanwhile.
-                self._changed.wait(left if self._script is None else min(left, SCRIPT_LOOK_S))
+                script = self._script
+                if script is None:
+                    self._changed.wait(left)
+                    continue
+            if script.job.ended:  # the engine's thread is to say what became of it
+                self._wake_engine()
+                with self._changed:
+                    if look() is None and self._error is None:
+                        self._changed.wait(min(left, 0.01))
+                continue
+            # A job tells nobody how far it is. Its own wait gives up the GIL once, and takes it back once.
+            script.await_chunks(script.job, len(script.chunks) if layer is None else self._chunks_needed(layer))
+
+    def _chunks_needed(self, layer: int) -> int:
+        """How many chunks must be submitted before ``layer`` is."""
+        if self._chunks_until is None:
+            until = np.zeros(len(self._layer_event), dtype=np.int64)
+            for number, chunk in enumerate(self.plan.chunks, 1):
+                until[chunk.box.layer_start : chunk.box.layer_stop] = number
+            self._chunks_until = until.tolist()
+        return self._chunks_until[layer]
 
     def _hold(self, consumer: Stream | None, event: Event, layer: int | None) -> None:
         if isinstance(event, FifoEvent):
@@ -510,6 +542,8 @@ class TransferHandle:
                 raise self._error
             return
         assert isinstance(consumer, torch.cuda.Stream)
+        if self._ended:
+            return  # the host has seen all of it land, and the event may be another transfer's by now
         flags = self._flags
         if flags is not None and layer is not None:
             with torch.cuda.device(self._pool.device):  # the default stream's handle is 0 on every device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from kvtransfer.kernels.table import CopyTable
 from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, runs_of
 from kvtransfer.predict import STRIDED_RUN_PAGES
-from kvtransfer.scripted import can_launch, submit_load
+from kvtransfer.scripted import Handed, give_desk, hand_over, take_back, template_of
+from kvtransfer.templates import Desk
 from kvtransfer.tiers.record import NOTHING_STORED
 from kvtransfer.transfer import Ids, Transfer
 from kvtransfer.workshop import Workshop
@@ -46,27 +48,55 @@ class HostTransfer(Transfer):
         self._digests_back: torch.Tensor | None = None
         self._checked: Event | None = None
         self._flags: tuple[torch.Tensor, int] | None = None
+        self.handed: Handed | None = None  # while the submitter has it
+        self.desk: Desk | None = None  # from then on until the end
 
-    @property
+    @cached_property
     def scripted(self) -> bool:
-        """Whether the engine's thread hands it over in one call (`kvtransfer.scripted`)."""
-        plan = self.plan
+        """Whether the submitter takes it (`kvtransfer.scripted`). Not while spans are wanted: they are Python's."""
+        shop, plan = self.shop, self.plan
         return bool(
-            self.shop.submitter is not None
-            and (self.load, plan.path, plan.layerwise) == (True, "staged", True)
+            plan.direction in shop.submitters
+            and plan.path == "staged"
+            and not self.by_caller
             and self.pages is not None
-            and can_launch(self)
+            and not shop.observer.spans
+            and template_of(shop, self).launchable
         )
 
-    def run_script(self) -> None:
-        assert self.shop.submitter is not None
-        submit_load(self, self.shop.submitter)
+    def hand_over(self) -> bool:
+        return hand_over(self)
+
+    def take_back(self) -> bool:
+        return take_back(self)
+
+    def finish_with(
+        self,
+        final: torch.cuda.Event,
+        times: tuple[torch.cuda.Event, torch.cuda.Event],
+        digests_back: torch.Tensor | None,
+    ) -> None:
+        """Instead of `finish`, where the job did it: ``final`` is the last event, ``times`` those around the copies,
+        ``digests_back`` will hold the digests of all pages."""
+        self._times = times
+        if digests_back is not None:
+            self._digests_back = digests_back[: self.plan.pages]
+        self.handle.all_submitted(final)
+
+    def acknowledge(self, verdict: Verdict | None) -> None:
+        super().acknowledge(verdict)
+        desk, self.desk = self.desk, None
+        if desk is not None:
+            with self.shop.lock:
+                give_desk(self.shop, desk)
 
     def ready(self) -> bool:
         if not self.started:
             return super().ready()
         if self._checked is not None and not self._checked.query():
             return False
+        if self.scripted:
+            return True
         return self.plan.path != "staged" or self.shop.ring is None or self.shop.ring.next_is_free()
 
     def touches_pool(self, lane: str) -> bool:
@@ -77,6 +107,8 @@ class HostTransfer(Transfer):
 
     def prepare(self) -> None:
         lanes, pages, layers = self.shop.lanes, self.plan.pages, self.spec.num_layers
+        if self.scripted:
+            return  # the job does it
         if isinstance(lanes, CpuLanes):
             assert self.pages is not None
             self.ids = torch.from_numpy(self.pages)

@@ -289,7 +289,7 @@ class CudaMeter:
                 begin.record(gemm)
             with torch.cuda.stream(gemm):
                 torch.mm(a, b, out=out)
-            due += each
+            due += each if transfers else 0.0
         end.record(gemm)
         end.synchronize()
         torch.cuda.synchronize()

@@ -39,6 +39,8 @@ HOST_PATHS = ("staged", "strided", "mapped", "cpu")  # between a pool and host s
 PATHS = (*HOST_PATHS, "device")
 
 MARGIN = 0.05  # a path that takes more from the model must be so much quicker: 3 % are noise, its SMs cost 2 to 5
+GEMM_NOISE = 0.03  # of a measurement of what a GEMM keeps: smaller differences are none
+LEAD_BYTES = 4 << 20  # of a first staged chunk: submitting and gathering a whole one would leave the link idle
 DIGEST_TOKENS = 8  # a box starts on a whole digest word when it starts on a multiple of 8 tokens
 
 
@@ -187,7 +189,7 @@ def _refusals(facts: Facts, largest_box: int) -> Iterable[tuple[str, str]]:
             "staged",
             (
                 f"a ring slot of {f.slot_bytes:,} bytes is too small for {DIGEST_TOKENS} tokens of one layer "
-                f"({largest_box:,} bytes); a ring has three slots: give it more staging_bytes"
+                f"({largest_box:,} bytes); give the ring more staging_bytes"
             ),
         )
     if facts.runs is None:
@@ -217,7 +219,9 @@ def _best(can: Sequence[Prediction], barred: dict[str, str]) -> Prediction:
     """The first one through; of those close behind it the one that takes least from the model."""
     free = [p for p in can if p.path not in barred] or can
     limit = min(p.finish_s for p in free) * (1 + MARGIN)
-    return max((p for p in free if p.finish_s <= limit), key=lambda p: (round(p.kept, 2), -p.finish_s))
+    close = [p for p in free if p.finish_s <= limit]
+    gentle = max(p.kept for p in close) - GEMM_NOISE
+    return min((p for p in close if p.kept >= gentle), key=lambda p: p.finish_s)
 
 
 def _figures(p: Prediction) -> str:
@@ -248,18 +252,22 @@ def _chunks(t: Terrain, path: str, pages: int, layerwise: bool, groups: Groups) 
     if layerwise or (path == "strided" and len(t.direct.merged) > 1):
         layers = range(t.spec.num_layers)
         return tuple(Chunk(Box(layer, layer + 1, 0, t.spec.page_size), 0, pages) for layer in layers)
-    return tuple(_by_pages(whole, pages, CHUNK_PAGES))
+    return _by_pages(whole, pages, CHUNK_PAGES)
 
 
 @lru_cache(maxsize=256)
 def _staged_chunks(spec: KVSpec, slot_bytes: int, groups: Groups, pages: int) -> tuple[Chunk, ...]:
-    cuts = zip(*_cuts(spec, slot_bytes, groups), strict=True)
-    return tuple(chunk for box, nbytes in cuts for chunk in _by_pages(box, pages, max(1, slot_bytes // nbytes)))
+    cuts = list(zip(*_cuts(spec, slot_bytes, groups), strict=True))
+    lead = min(pages, max(1, min(LEAD_BYTES, slot_bytes) // cuts[0][1]))
+    chunks = [Chunk(cuts[0][0], 0, lead)]
+    for box, nbytes in cuts:
+        chunks += _by_pages(box, pages, max(1, slot_bytes // nbytes), lead if box is cuts[0][0] else 0)
+    return tuple(chunks)
 
 
-def _by_pages(box: Box, pages: int, most: int) -> Iterable[Chunk]:
-    for first in range(0, pages, most):
-        yield Chunk(box, first, min(most, pages - first))
+@lru_cache(maxsize=256)
+def _by_pages(box: Box, pages: int, most: int, start: int = 0) -> tuple[Chunk, ...]:
+    return tuple(Chunk(box, first, min(most, pages - first)) for first in range(start, pages, most))
 
 
 def _groups(facts: Facts) -> Groups:

@@ -24,6 +24,8 @@ Stream = torch.cuda.Stream | FifoStream
 
 def is_capturing(stream: torch.cuda.Stream) -> bool:
     """Whether ``stream`` is being captured into a CUDA graph."""
+    if stream.device_index == torch.cuda.current_device() and stream == torch.cuda.current_stream(stream.device_index):
+        return bool(torch.cuda.is_current_stream_capturing())  # without a change of streams, which costs ten times more
     with torch.cuda.stream(stream):
         return bool(torch.cuda.is_current_stream_capturing())
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,13 @@ from kvtransfer.link import Grid, LinkProfile
 STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 8 descriptors' worth of CPU
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
-GROUP_S = 0.2e-3  # submitting a layer group: 0.1 ms alone, 0.8 beside a thread that launches a forward (H200)
+GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
+# What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. On an H200 it took
+# 1.8 us where one alone took 0.5, and 3.6 where (on the same machine, in a worse hour) one alone took 2.3.
+BESIDE_LAUNCHES_US = 1.3
+PYTHON_PIECE_US = (
+    2.0  # of the engine's thread, for a piece of a path that is submitted call by call, besides the driver
+)
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -73,14 +79,12 @@ class Runs:
         follows = ids[1:] - ids[:-1] == 1
         for other in others:
             follows &= other[1:] - other[:-1] == 1
-        joints = np.flatnonzero(follows)
-        if joints.size == 0:
+        if not follows.any():
             return cls(ids.size, ids.size, 0, 0)
-        ends = np.flatnonzero(joints[1:] - joints[:-1] != 1)
-        bounds = np.concatenate(([-1], ends, [joints.size - 1]))
-        lengths = bounds[1:] - bounds[:-1] + 1  # k joints in a row join k + 1 pages
+        ends = np.concatenate(([-1], np.flatnonzero(~follows), [ids.size - 1]))
+        lengths = ends[1:] - ends[:-1]
         long = lengths[lengths >= STRIDED_RUN_PAGES]
-        return cls(ids.size, ids.size - joints.size, long.size, int(long.sum()))
+        return cls(ids.size, lengths.size, long.size, int(long.sum()))
 
     def parts(self) -> list[tuple[int, int]]:
         """(runs, pages in them) of the long and of the short ones, as far as there are any."""
@@ -123,6 +127,7 @@ class Terrain:
     slot_bytes         of a ring slot, 0 without a ring
     host_stride_bytes  from one host slot to the next: pages merge where it is the page itself; None: it is
     host_pinned        whether copy engine and kernels can reach host memory directly
+    fixed_groups       layer groups of every layer-wise load, instead of the best ones (benchmarks)
     """
 
     direction: str
@@ -134,6 +139,7 @@ class Terrain:
     profile: LinkProfile
     budget: Budget = BUDGETS["prefill"]
     host_stride_bytes: int | None = None
+    fixed_groups: Groups = ()
     _groups: dict[tuple[int, float | None], Groups] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -208,6 +214,8 @@ class Terrain:
         On the CPU, where groups gain nothing, always the usual ones: the logic above them is tested there.
         Worked out once for each power of two of pages (and of the square root of two of seconds), then remembered.
         """
+        if self.fixed_groups:
+            return self.fixed_groups
         if not self.on_gpu:
             return tuple(layer_groups(self.spec.num_layers))
         about = 1 << max(0, pages - 1).bit_length()
@@ -216,14 +224,18 @@ class Terrain:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
             times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near]
             self._groups[about, near] = best_groups(
-                self.layer_ends, lambda n: self._group_s(n, about), times, self.slot_bytes
+                self.layer_ends, lambda n, first: self._group_s(n, about, first), times, self.slot_bytes
             )
         return self._groups[about, near]
 
-    def _group_s(self, page_bytes: int, pages: int) -> tuple[float, float]:
-        """(seconds on the copy lane, seconds from there until it can be used) of one layer group."""
+    def _group_s(self, page_bytes: int, pages: int, first: bool) -> tuple[float, float]:
+        """(seconds on the copy lane, seconds from there until it can be used) of one layer group.
+
+        While the ``first`` is submitted the forward waits for it, and does not want the driver's lock.
+        """
         total = page_bytes * pages
-        cpu = GROUP_S + pages * self.profile.cpu.descriptor_us * 1e-6
+        beside = 0.0 if first else BESIDE_LAUNCHES_US
+        cpu = GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6
         last = min(total, self.slot_bytes)
         return max(self.link_s("staged", page_bytes, pages), cpu), (
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6
@@ -276,8 +288,8 @@ def _staged(t: Terrain, asked: Asked, boxes: Sequence[int], groups: Groups) -> P
     if asked.layerwise and t.direction == "load" and groups:
         layer_s = (asked.compute_s or 0.0) / t.profile.kept("staged", t.way, t.budget.ctas)
         ends = t.layer_ends
-        sizes = {n: t._group_s(n, asked.pages) for n in {ends[stop] - ends[start] for start, stop in groups}}
-        seconds, finish = layers_done(groups, ends, sizes.__getitem__, layer_s)
+        sizes = cache(lambda nbytes, first: t._group_s(nbytes, asked.pages, first))
+        seconds, finish = layers_done(groups, ends, sizes, layer_s)
     return _prediction(t, "staged", asked, seconds, finish, count, bound, groups)
 
 
@@ -299,7 +311,7 @@ def _strided(t: Terrain, asked: Asked) -> Prediction:
     for piece, n in t.row_pieces:
         link += t.link_s("staged", piece, alone * n)
         count += alone * n
-        busy += alone * n * cpu.descriptor_us * 1e-6
+        busy += alone * n * (cpu.descriptor_us + PYTHON_PIECE_US) * 1e-6
     busy += runs.count * (chunks if by_layer else 1) * RUN_LOOP_US * 1e-6
     seconds, bound = _slowest(link, busy, 0.0)
     seconds += (

@@ -9,6 +9,7 @@ thread sleeps most of the time and each wake-up is short.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,7 +22,8 @@ from kvtransfer.transfer import Transfer
 from kvtransfer.workshop import Workshop
 
 SHORTEST_NAP_S = 0.0001
-LONGEST_NAP_S = 0.001  # a 64 MiB chunk takes 1.2 ms at 55 GB/s, and the ring holds three
+LONGEST_NAP_S = 0.001  # a 32 MiB chunk takes 0.6 ms at 55 GB/s, and the ring holds six
+LONGEST_SLEEP_S = 0.02  # while nothing is due: each wake-up takes the GIL from a thread that launches a forward
 
 
 class Pump:
@@ -35,6 +37,7 @@ class Pump:
         self._flight: list[Transfer] = []
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._woken = False
 
     def enqueue(self, transfer: Transfer) -> None:
         """Submit ``transfer`` after those enqueued before it."""
@@ -43,6 +46,12 @@ class Pump:
     def watch(self, transfer: Transfer) -> None:
         """``transfer`` is being submitted by its caller; acknowledge it when it is through, or at its deadline."""
         self._add(self._flight.append, transfer)
+
+    def wake(self) -> None:
+        """Look at once: somebody waits for what the thread is to find out."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
 
     def is_this_thread(self) -> bool:
         """Whether the caller is the engine's thread, in a callback or an observer."""
@@ -64,7 +73,7 @@ class Pump:
     def close(self, wait: bool = True) -> None:
         """End the thread once what is queued and in flight is through; ``wait`` for that."""
         with self._changed:
-            self._closing = True
+            self._closing = self._woken = True
             self._changed.notify_all()
             thread = self._thread
         if wait and thread is not None and thread is not threading.current_thread():
@@ -75,6 +84,7 @@ class Pump:
             if self._closing:
                 raise TransferError("the engine is closed")
             append(transfer)
+            self._woken = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
                 self._thread.start()
@@ -90,12 +100,22 @@ class Pump:
                 while self.idle() and not self._closing:
                     self._changed.wait()
                 if self.idle():
-                    return
+                    break
             moved = self._submit() | self._acknowledge()
             nap = SHORTEST_NAP_S if moved else min(2 * nap, LONGEST_NAP_S)
             if not moved:
                 with self._changed:
-                    self._changed.wait(nap)
+                    self._changed.wait_for(lambda: self._woken, self._sleep_s(nap))
+                    self._woken = False
+        for submitter in self._shop.submitters.values():
+            submitter.close()
+
+    def _sleep_s(self, nap: float) -> float:
+        """How long to look away. Where only ends are due: half of the time until the first one should come."""
+        if self._queue or any(t.by_caller for t in self._flight):
+            return nap
+        due = min((t.expected_end for t in self._flight), default=0.0) - time.monotonic()
+        return min(max(nap, due / 2), LONGEST_SLEEP_S)
 
     def _submit(self) -> bool:
         """Submit what may be submitted now, in the order of the queue; True if anything happened."""
@@ -119,9 +139,11 @@ class Pump:
                             return True
                     if not head.scripted:
                         head.next_chunk()
-                if head.scripted:
-                    head.run_script()  # without the lock: the call may wait for room in the driver's queue
-                if head.scripted or not head.chunks_left:
+                    elif head.hand_over():
+                        head.handed_over = True
+                    else:
+                        return moved  # another one holds the ring
+                if head.handed_over or not head.chunks_left:
                     self._retire(head)
             except BaseException as error:  # kept: it becomes the transfer's error, and its callers get it
                 head.handle.fail(as_transfer_error(error))
@@ -153,7 +175,7 @@ class Pump:
     def _retire(self, transfer: Transfer) -> None:
         """From the queue to the transfers in flight, with its last event recorded."""
         with self._shop.lock:
-            if transfer.started:
+            if transfer.started and not transfer.handed_over:
                 transfer.finish()
         with self._changed:
             self._queue.remove(transfer)
@@ -182,7 +204,11 @@ class Pump:
     def _is_through(self, transfer: Transfer) -> bool:
         """Whether nothing of it is in flight, and so it may end. Fails it at its deadline."""
         handle = transfer.handle
+        if transfer.handed_over:
+            self._take_back(transfer)
         final = handle.final_event
+        if final is None and transfer.handed_over:
+            return False
         if final is None and transfer.by_caller and not self._stopped_by_caller(transfer):
             return False  # layer by layer: its caller is still submitting
         if final is not None and not final.query():
@@ -196,6 +222,21 @@ class Pump:
             return False
         # Its digests are compared with what an earlier transfer may have yet to write down.
         return all(e.handle.done() for e in transfer.earlier)
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """From the submitter, once it is through with it. At its deadline: let it submit no more."""
+        if transfer.handle.expired() and not transfer.handle.failed:
+            transfer.handle.fail(
+                DeadlineExceeded(
+                    f"still in flight at its deadline of {transfer.handle.deadline_s:g} s", _left(transfer.handle)
+                )
+            )
+            transfer.handle.stop_script()
+        with self._shop.lock:
+            if transfer.take_back():
+                transfer.handed_over = False
+                if transfer.handle.final_event is None:
+                    transfer.finish()
 
     def _end(self, transfer: Transfer) -> None:
         """Judge and acknowledge. What goes wrong here is the transfer's error: its pages come free, others go on."""

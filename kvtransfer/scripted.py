@@ -1,115 +1,126 @@
-"""A layer-wise load through the ring, submitted as scripts: no Python between its chunks.
+"""Staged transfers as jobs of the submitter: no Python between their chunks, none a page (`kvtransfer.templates`).
 
-The first chunks go as a script of their own, so that the first layers are on their way while the rest is being
-described. Each chunk is: wait for the ring slot, copy batch, scatter, and an event that makes its layers ready.
-The ring keeps a slot for transfers of other threads, which would otherwise wait for the whole script.
+A job holds some of the ring's slots from `hand_over` until it has been submitted, and others are left to transfers in
+the other direction, so that both run at once. It holds its desk until the transfer has been acknowledged.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvtransfer.kernels.coalesce import Box
-from kvtransfer.kernels.launch import relayout_grid
-from kvtransfer.kernels.relayout import tile_constants
 from kvtransfer.lanes import CudaLanes
-from kvtransfer.plan import Chunk
-from kvtransfer.staging import SLOTS, RingSlot
-from kvtransfer.submitter import Script, Submitter
+from kvtransfer.staging import RingSlot
+from kvtransfer.submitter import Job
+from kvtransfer.templates import Desk, Template
+from kvtransfer.workshop import Workshop
 
 if TYPE_CHECKING:
     from kvtransfer.host_transfer import HostTransfer
 
-FIRST_CHUNKS = 2
-RING_SLOTS = SLOTS - 1
+MOST_TEMPLATES = 64
+MOST_DESKS = 4  # kept for later; more transfers than that in flight make their own
 
 
-def can_launch(transfer: HostTransfer) -> bool:
-    """Whether the kernel of every chunk was preloaded in the form that a script launches."""
-    shop = transfer.shop
-    return all(_variant(transfer, box) in shop.launches for box in dict.fromkeys(c.box for c in transfer.plan.chunks))
+@dataclass(frozen=True)
+class Handed:
+    """What a transfer has with the submitter."""
+
+    job: Job
+    slots: list[RingSlot]
+    final: torch.cuda.Event
+    chunks: int
 
 
-def _variant(transfer: HostTransfer, box: Box) -> tuple[object, ...]:
-    table = transfer.shop.geometry("ring>pool", box)[1]
-    return () if table is None else ("ring>pool", *tile_constants(table).items())
+def template_of(shop: Workshop, transfer: HostTransfer) -> Template:
+    """The template of a transfer's plan; made at the first of its shape."""
+    plan = transfer.plan
+    groups = None if plan.predicted is None else plan.predicted.groups
+    key = (plan.direction, plan.pages, groups)
+    template = shop.templates.get(key)
+    if template is None or template.chunks != plan.chunks:
+        if len(shop.templates) >= MOST_TEMPLATES:
+            shop.templates.clear()
+        template = shop.templates[key] = Template(shop, transfer.load, plan.chunks)
+    return template
 
 
-def submit_load(transfer: HostTransfer, submitter: Submitter) -> None:
-    """Submit all chunks of a started transfer. Runs on the engine's thread; takes the shop's lock only for a moment.
+def hand_over(transfer: HostTransfer) -> bool:
+    """Give all chunks of a started transfer to the submitter. Under the shop's lock; returns at once.
 
-    Returns early when the handle was cancelled: what was not submitted stays untouched.
+    False where the ring has too few slots that nobody holds: nothing has happened, try again later.
     """
-    shop, handle, lanes = transfer.shop, transfer.handle, transfer.shop.lanes
-    assert isinstance(lanes, CudaLanes) and shop.ring is not None
-    chunks = transfer.plan.chunks
-    slots = shop.ring.take_several(min(RING_SLOTS, len(chunks)))
-    events = [torch.cuda.Event() for _ in chunks]
-    copied = torch.cuda.Event()
-    for event in (*events, copied):  # makes the driver's handle; the script records it again
-        event.record(lanes.streams["scatter"])
-    handle.keep += [copied, slots]
-    failed = True
+    shop = transfer.shop
+    assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and transfer.pages is not None
+    submitter = shop.submitters[transfer.plan.direction]
+    chunks, pages = transfer.plan.chunks, transfer.plan.pages
+    slots = shop.ring.try_take(min(shop.ring.share, len(chunks)))
+    if slots is None:
+        return False
     try:
-        for start, stop in ((0, FIRST_CHUNKS), (FIRST_CHUNKS, len(chunks))):
-            part = chunks[start:stop]
-            script = Script()
-            for nth, chunk in enumerate(part, start):
-                slot = slots[nth % len(slots)]
-                free = slot.free if nth < len(slots) else events[nth - len(slots)]
-                _describe(script, transfer, chunk, slot, free, copied, events[nth])
-            handle.keep.append(script)
-            handle.script_started(script.progress, script.stop, list(zip(part, events[start:stop], strict=True)))
-            submitter.submit(script)
-            handle.script_ended(failed=False)
-            if handle.cancelled:
-                break
-        failed = False
-    finally:
-        if failed:
-            handle.script_ended(failed=True)
-        transfer.count_submitted()
-        # Whatever was enqueued must be through before anybody writes these slots.
-        with shop.lock:
-            lanes.wait("scatter", lanes.record("copy_in"))
-            last = lanes.record("scatter")
+        desk = transfer.desk = _desk(shop, pages)
+        desk.slots[:pages], desk.ids[:pages] = transfer.slots, transfer.pages
+        bound = desk.bind(template_of(shop, transfer), pages)
+        final = torch.cuda.Event()
+        final.record(shop.lanes.streams[transfer.last_lane])  # makes the driver's handle
+        job = bound.job(slots, final, transfer.any_order)
+        transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
+        transfer.handed = Handed(job, slots, final, len(chunks))
+        submitter.give(job)
+    except BaseException:
+        transfer.handed = None
+        transfer.handle.script_ended(failed=False)
         for slot in slots:
-            shop.ring.give(slot, last)
-    for chunk in chunks[: handle.chunks_submitted]:
-        transfer.tell("copy", chunk)
-        transfer.tell("scatter", chunk)
+            shop.ring.give(slot, None)
+        raise
+    return True
 
 
-def _describe(
-    script: Script,
-    transfer: HostTransfer,
-    chunk: Chunk,
-    slot: RingSlot,
-    free: object,
-    copied: torch.cuda.Event,
-    done: torch.cuda.Event,
-) -> None:
-    shop, lanes = transfer.shop, transfer.shop.lanes
-    assert isinstance(lanes, CudaLanes)
-    copy, scatter = lanes.streams["copy_in"].cuda_stream, lanes.streams["scatter"].cuda_stream
-    if isinstance(free, torch.cuda.Event):
-        script.wait(copy, free.cuda_event)
-    dst, src, sizes = transfer.ring_descriptors(chunk, slot.address)
-    script.batch(copy, dst, src, sizes, any_order=transfer.any_order)
-    script.record(copy, copied.cuda_event)
-    script.wait(scatter, copied.cuda_event)
-    table = shop.geometry("ring>pool", chunk.box)[1]
-    assert table is not None and transfer.ids is not None
-    launch = shop.launches[_variant(transfer, chunk.box)]
-    digests, layers = transfer.digests, transfer.spec.num_layers
-    spare = table.layer_rows.data_ptr()
-    tiles = -(-chunk.count // table.tile.pages) * -(-table.unit_words // table.tile.words)
-    arguments = (
-        table.rows.data_ptr(), slot.address, 0, spare, transfer.ids.data_ptr(), 0, chunk.first, chunk.count, spare,
-        spare if digests is None else digests.data_ptr() + 8 * layers * chunk.first, 1 if digests is None else layers,
-    )  # fmt: skip
-    script.launch(scatter, launch, arguments, relayout_grid(tiles, table.num_entries))
-    script.record(scatter, done.cuda_event)
-    script.chunk_done()
+def take_back(transfer: HostTransfer) -> bool:
+    """After `hand_over`: whether the job has ended; then its ring slots are given back and its error is told. Under the
+    shop's lock. Where everything was submitted the handle has its last event; otherwise `Transfer.finish` is due."""
+    handed = transfer.handed
+    assert handed is not None and transfer.shop.ring is not None and transfer.desk is not None
+    if not handed.job.ended:
+        return False
+    lanes, handle, job = transfer.shop.lanes, transfer.handle, handed.job
+    error = job.error()
+    submitted = job.chunks_submitted
+    handle.script_ended(failed=error is not None)
+    if error is not None:
+        handle.fail(error)
+    transfer.count_submitted()
+    whole = submitted > handed.chunks
+    if not whole:  # whatever was enqueued must be through before anybody writes these slots
+        for lane in (transfer.copy_lane, transfer.kernel_lane):
+            if lane != transfer.last_lane:
+                lanes.wait(transfer.last_lane, lanes.record(lane))
+    last = handed.final if whole else lanes.record(transfer.last_lane)
+    for slot in handed.slots:
+        transfer.shop.ring.give(slot, last)
+    handle.keep += [job, transfer]
+    for chunk in transfer.plan.chunks[: handle.chunks_submitted]:
+        for stage in ("copy", "scatter") if transfer.load else ("gather", "copy"):
+            transfer.tell(stage, chunk)
+    transfer.handed = None
+    if whole:
+        transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
+    return True
+
+
+def _desk(shop: Workshop, pages: int) -> Desk:
+    fitting = [d for d in shop.desks if d.pages >= pages]
+    if not fitting:
+        return Desk(shop, pages)
+    desk: Desk = min(fitting, key=lambda d: d.pages)
+    shop.desks.remove(desk)
+    return desk
+
+
+def give_desk(shop: Workshop, desk: Desk) -> None:
+    """Nothing of its job is in flight any more."""
+    shop.desks.append(desk)
+    if len(shop.desks) > MOST_DESKS:
+        shop.desks.remove(min(shop.desks, key=lambda d: d.pages))

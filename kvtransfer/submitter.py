@@ -1,9 +1,9 @@
-"""Submitter: a whole pipeline of copies, waits and launches handed to the driver in one call without the GIL.
+"""Submitter: a thread in C that hands whole transfers to the driver, without Python and without the GIL.
 
-Python in a second thread costs a forward that is being launched, and costs it again for each call that must
-take the GIL back. A `Script` is made of plain numbers on the engine's thread, then run by ``submitter.c``,
-which is compiled at first use with the compiler that Triton needs anyway and kept in the user cache folder.
-Where there is no compiler, `Submitter.create` returns None and transfers are submitted call by call.
+Python in a second thread costs a forward that is being launched, and costs it again for each call that must take the
+GIL back. A `Job` is plain numbers: commands, and the pages that they are about. ``submitter.c`` is compiled at first
+use with the compiler that Triton needs anyway and kept in the user cache folder. Where there is no compiler,
+`Submitter.create` returns None and transfers are submitted call by call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -25,55 +26,66 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.dma import Copier, CopyEngine
-from kvtransfer.kernels.errors import ConfigError, CudaError
+from kvtransfer.kernels.errors import ConfigError, CudaError, TransferError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.model_file import cache_folder
 
 U64 = NDArray[np.uint64]
-WORDS = 8  # of a command: op, stream, six arguments
-_WAIT, _RECORD, _BATCH, _LAUNCH, _COPY_2D, _CHUNK = range(6)
+
+# Commands: rows of 8 words, [op, stream, six arguments]; handles and addresses are raw numbers.
+NONE, WAIT, RECORD, PACE, PAGES, LAUNCH, CHUNK, COPY, ZERO = range(9)
+COMMAND_NAMES = ("none", "wait", "record", "pace", "copy of pages", "launch", "chunk", "copy", "zero")
+COMMAND_WORDS = 8
+# What PAGES points to: `pages_t` of submitter.c, one word each.
+PAGES_WORDS = ("ids", "first", "count", "host", "host_stride", "ring", "ring_stride", "pieces", "num_pieces", "cuts",
+               "num_cuts", "load", "any_order")  # fmt: skip
+_QUEUED, _RUNNING, _ENDED = range(3)
+LONGEST_LOOK_NS = 5_000_000  # without the GIL, before a waiter looks again whether its transfer failed
 
 
-class Script:
-    """Commands in order. Arrays and launch arguments handed in are kept alive by the script."""
+class Job:
+    """Commands for the worker; ``keep`` is what they point to. Nothing of it may change until it has ended.
 
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, ...]] = []
-        self.keep: list[object] = []
-        self.progress = np.zeros(1, dtype=np.uint32)  # chunks submitted so far; read it from any thread
-        self.stop = np.zeros(1, dtype=np.uint32)  # set it to 1 and nothing is submitted after the chunk under way
+    commands   [n, COMMAND_WORDS] uint64, contiguous. Of each chunk: first PACE (or NONE), last CHUNK with its number,
+               counted from 1. WAIT and RECORD take an event, PACE one that must have passed before the worker goes on,
+               PAGES a `PAGES_WORDS` array, LAUNCH a function, its shape (`Launch.shape`) and parameter pointers,
+               COPY destination, source and bytes, ZERO destination and bytes
+    """
 
-    def wait(self, stream: int, event: int) -> None:
-        """Later work of ``stream`` starts after ``event`` (raw handles)."""
-        self._rows.append((_WAIT, stream, event))
+    def __init__(self, commands: U64, keep: object) -> None:
+        self.commands = np.ascontiguousarray(commands, dtype=np.uint64)
+        self.keep = keep
+        self._flags = np.zeros(2, dtype=np.uint32)  # progress, stop
+        progress = self._flags.ctypes.data
+        self._job = np.array(
+            [self.commands.ctypes.data, len(self.commands), progress, progress + 4, _QUEUED, 0, 0, 0], dtype=np.uint64
+        )
 
-    def record(self, stream: int, event: int) -> None:
-        """``event`` passes when ``stream`` gets here."""
-        self._rows.append((_RECORD, stream, event))
+    @property
+    def address(self) -> int:
+        return int(self._job.ctypes.data)
 
-    def batch(self, stream: int, dst: U64, src: U64, sizes: U64, *, any_order: bool) -> None:
-        """`kvtransfer.dma.Copier.batch`; the arrays must be contiguous uint64 of one length."""
-        self.keep += [dst, src, sizes]
-        pointers = (dst.ctypes.data, src.ctypes.data, sizes.ctypes.data)
-        self._rows.append((_BATCH, stream, *pointers, len(dst), int(any_order)))
+    @property
+    def chunks_submitted(self) -> int:
+        """Chunks of which everything has been enqueued, their events recorded. Read it from any thread."""
+        return int(self._flags[0])
 
-    def launch(self, stream: int, kernel: Launch, arguments: Sequence[int], grid: tuple[int, int]) -> None:
-        """A compiled kernel with ``arguments`` (integers and addresses), in the order of its parameters."""
-        values, pointers = kernel.pack(arguments)
-        shape = np.array([grid[0], grid[1], 1, kernel.threads, kernel.shared_bytes], dtype=np.uint32)
-        self.keep += [values, pointers, shape, kernel]
-        self._rows.append((_LAUNCH, stream, kernel.function, shape.ctypes.data, pointers.ctypes.data))
+    def stop(self) -> None:
+        """Let nothing be submitted after the chunk under way."""
+        self._flags[1] = 1
 
-    def chunk_done(self) -> None:
-        """All of one chunk has been enqueued: `progress` goes up by one."""
-        self._rows.append((_CHUNK, 0, 1 + sum(row[0] == _CHUNK for row in self._rows)))
+    @property
+    def ended(self) -> bool:
+        """Whether the worker is done with it."""
+        return int(self._job[4]) == _ENDED
 
-    def commands(self) -> U64:
-        """[n, WORDS] uint64."""
-        out = np.zeros((len(self._rows), WORDS), dtype=np.uint64)
-        for i, row in enumerate(self._rows):
-            out[i, : len(row)] = row
-        return out
+    def error(self) -> CudaError | None:
+        """After the end: the driver's error that ended it, if one did."""
+        code, at = int(self._job[5]), int(self._job[6])
+        if not code:
+            return None
+        name = COMMAND_NAMES[int(self.commands[at, 0])] if at < len(self.commands) else "start"
+        return CudaError(f"submitter: command {at} of {len(self.commands)} ({name}) returned {code}", code)
 
 
 class Launch:
@@ -95,14 +107,18 @@ class Launch:
         widths = [int(bits) // 8 for bits in re.findall(r"\.param\s+\.[busf](\d+)", ptx[start : ptx.index(")", start)])]
         return cls(compiled.function, 32 * compiled.metadata.num_warps, compiled.metadata.shared, widths)
 
-    def pack(self, arguments: Sequence[int]) -> tuple[U64, U64]:
-        """(values, pointers to them): what cuLaunchKernel takes; little-endian, so 8 bytes fit all widths."""
+    def shape(self, grid: tuple[int, int]) -> tuple[int, ...]:
+        """What LAUNCH wants to know besides the function: grid x, y, z, threads, shared bytes."""
+        return (grid[0], grid[1], 1, self.threads, self.shared_bytes)
+
+    def values(self, arguments: Sequence[int]) -> list[int]:
+        """One word a parameter; little-endian, so 8 bytes fit all widths."""
         if len(arguments) > len(self.widths):
             raise ConfigError(f"launch: expected at most {len(self.widths)} arguments, got {len(arguments)}")
-        values = np.zeros(len(self.widths), dtype=np.uint64)
-        values[: len(arguments)] = np.array([a & 0xFFFFFFFFFFFFFFFF for a in arguments], dtype=np.uint64)
-        pointers = values.ctypes.data + 8 * np.arange(len(self.widths), dtype=np.uint64)
-        return values, pointers.astype(np.uint64)
+        return [a & 0xFFFFFFFFFFFFFFFF for a in arguments] + [0] * (len(self.widths) - len(arguments))
+
+
+_FUNCTIONS = ("batch", "wait", "record", "query", "launch", "copy", "zero", "set_context", "exchange_capture_mode")
 
 
 class _Driver(ctypes.Structure):
@@ -110,48 +126,65 @@ class _Driver(ctypes.Structure):
 
     _fields_ = [
         ("batch_version", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("batch", "wait", "record", "launch", "copy_2d", "ordered", "any_order")),
+        *((name, ctypes.c_void_p) for name in _FUNCTIONS),
+        *((name, ctypes.c_void_p) for name in ("ordered", "any_order", "context")),
     ]
 
 
 class Submitter:
-    """`submitter.c`, loaded, with the driver's entry points."""
+    """The worker of one engine. Its thread begins with the first job. Thread-safe.
 
-    def __init__(self, library: Path, copier: CopyEngine) -> None:
-        self._run = ctypes.CDLL(str(library)).kvt_submit  # CDLL: the GIL is released for the whole call
-        self._run.restype = ctypes.c_int
-        self._run.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] + [ctypes.c_void_p] * 3
-        points = copier.entry_points()
-        self._copier = copier
-        self._driver = _Driver(copier.batch_version, *points)
+    ``context`` is the CUDA context of the streams and events in its jobs.
+    """
+
+    def __init__(self, library: Path, copier: CopyEngine, context: int) -> None:
+        keeping, releasing = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
+        self._open, self._give, self._close, self._await = (
+            keeping.kvt_open, keeping.kvt_give, releasing.kvt_close, releasing.kvt_await,
+        )  # fmt: skip
+        self._open.restype, self._open.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        self._give.restype, self._give.argtypes = None, [ctypes.c_void_p] * 2
+        self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]
+        self._await.restype, self._await.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64]
+        self._copier = copier  # owns the batch attributes
+        self._driver = _Driver(copier.batch_version, *copier.entry_points(), context)
+        self._worker: int | None = None
+        self._closed = False
+        self._lock = threading.Lock()
 
     @classmethod
     def create(cls, copier: Copier, observer: Observer) -> Submitter | None:
-        """A submitter for ``copier``, or None (said through the observer) without a driver or a compiler."""
+        """A submitter for the current context, or None (said through the observer) without a driver or a compiler."""
         if not isinstance(copier, CopyEngine):
             return None
         try:
-            return cls(build(), copier)
+            return cls(build(), copier, copier.current_context())
         except (ConfigError, OSError) as error:
             observer.fell_back("submitter", f"{error}; transfers are submitted call by call")
             return None
 
-    def submit(self, script: Script) -> None:
-        """Run ``script`` to its end, or to the first chunk after ``script.stop`` was set. Raises CudaError."""
-        commands = script.commands()
-        failed_at = ctypes.c_uint64(0)
-        code = self._run(
-            ctypes.addressof(self._driver),
-            commands.ctypes.data,
-            len(commands),
-            script.progress.ctypes.data,
-            script.stop.ctypes.data,
-            ctypes.addressof(failed_at),
-        )
-        if code:
-            op = int(commands[failed_at.value, 0])
-            name = ("wait", "record", "batch", "launch", "2-D copy", "chunk")[op]
-            raise CudaError(f"submitter: command {failed_at.value} of {len(commands)} ({name}) returned {code}", code)
+    def give(self, job: Job) -> None:
+        """Queue ``job`` behind those given before. The caller keeps it alive until it has ended."""
+        with self._lock:
+            if self._closed:
+                raise TransferError("the submitter is closed")
+            if self._worker is None:
+                self._worker = self._open(ctypes.addressof(self._driver))
+                if not self._worker:
+                    raise TransferError("the submitter's thread could not be started")
+            self._give(self._worker, job.address)
+
+    def await_chunks(self, job: Job, count: int) -> None:
+        """Hold the caller, without the GIL, until so many chunks are submitted, the job has ended, or 5 ms passed."""
+        self._await(job.address, count, LONGEST_LOOK_NS)
+
+    def close(self) -> None:
+        """End the thread after the jobs that it was given. Idempotent."""
+        with self._lock:
+            self._closed = True
+            worker, self._worker = self._worker, None
+        if worker is not None:
+            self._close(worker)
 
 
 def build(folder: Path | None = None) -> Path:
@@ -161,7 +194,7 @@ def build(folder: Path | None = None) -> Path:
     message when it fails.
     """
     source = files("kvtransfer").joinpath("submitter.c").read_bytes()
-    flags = ["-O2", "-shared", "-fPIC"]
+    flags = ["-O2", "-shared", "-fPIC", "-pthread"]
     digest = hashlib.sha256(source + " ".join(flags).encode()).hexdigest()[:16]
     target = (folder or cache_folder()) / f"submitter-{sysconfig.get_platform()}-{digest}.so"
     if target.exists():

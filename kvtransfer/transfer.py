@@ -53,6 +53,7 @@ class Transfer(ABC):
         self.started = False
         self.late = False  # its deadline passed while it was in flight
         self.by_caller = False  # its caller submits it layer by layer
+        self.handed_over = False  # the submitter has it
         self._next = 0
         self._began = 0.0
         self._nothing_written = False
@@ -89,19 +90,24 @@ class Transfer(ABC):
                 if other.handle.final_event is not None and self.waits_by_event(other):
                     lanes.wait(lane, other.handle.final_event)
         self.prepare()
-        if isinstance(lanes, CudaLanes):
+        if isinstance(lanes, CudaLanes) and not self.scripted:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record(lanes.streams[self.first_lane()])
             self._times = (begin, end)
 
     @property
     def scripted(self) -> bool:
-        """Whether `run_script` submits all chunks in one go, without the shop's lock."""
+        """Whether `hand_over` gives all its chunks to the submitter, instead of `next_chunk` one by one."""
         return False
 
-    def run_script(self) -> None:
-        """See `scripted`."""
+    def hand_over(self) -> bool:
+        """Once started: False where it has to be tried again. Then `take_back` until that says True, and `finish`
+        where the handle has no last event by then."""
         raise TransferError("this kind of transfer is submitted chunk by chunk")
+
+    def take_back(self) -> bool:
+        """Whether the submitter is through with it; see `hand_over`."""
+        return True
 
     def count_submitted(self) -> None:
         """After a script: what the handle knows of."""
@@ -124,6 +130,12 @@ class Transfer(ABC):
         self._next += 1
         self.handle.chunk_begun(chunk)
         self.handle.chunk_submitted(chunk, self.move(chunk))
+
+    @property
+    def expected_end(self) -> float:
+        """When its last byte should have landed, on the clock of `time.monotonic`; 0 where nobody knows."""
+        predicted = self.plan.predicted
+        return 0.0 if predicted is None or not self.started else self._began + predicted.seconds
 
     def finish(self) -> None:
         """Everything that will be submitted has been: record the last event. An error on the way is the handle's."""

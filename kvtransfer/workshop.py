@@ -78,8 +78,10 @@ class Workshop:
     host_address: int  # at which the GPU sees the slab
     lock: threading.RLock = field(default_factory=threading.RLock)
     tables: dict[tuple[Any, ...], tuple[Geometry, CopyTable | None]] = field(default_factory=dict)
-    submitter: Submitter | None = None
+    submitters: dict[str, Submitter] = field(default_factory=dict)  # by direction, so that both run at once
     launches: dict[tuple[Any, ...], Launch] = field(default_factory=dict)  # (kind, *tile constants), ungated
+    templates: dict[tuple[Any, ...], Any] = field(default_factory=dict)  # of `kvtransfer.templates`, by shape
+    desks: list[Any] = field(default_factory=list)  # of `kvtransfer.templates`, those nobody uses
     device_tables: weakref.WeakKeyDictionary[KVPool, dict[Box, tuple[Geometry, CopyTable | None]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )  # of copies into other pools, which are not kept alive by them

@@ -69,7 +69,7 @@ def make_rig(
     path: str = "auto",
     verify: bool = True,
     chunk_bytes: int = 64 << 30,
-    script: bool = False,
+    script: bool = True,
 ) -> Rig:
     """See `Rig`. ``chunk_bytes`` is the largest registration of the slab."""
     declared = Layout.named(layout, spec, pages)

@@ -43,7 +43,8 @@ def run_work(folder: Path, device: str, *, library: Path | None, nvtx: str = "1"
     """Run the transfers with KVTRANSFER_NVTX=``nvtx``; (their output, the file the probe wrote to, if it did)."""
     heard = folder / "heard.jsonl"
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("NVTX_", "KVTRANSFER_"))}
-    environment |= {"KVTRANSFER_NVTX": nvtx, "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+    path = [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment |= {"KVTRANSFER_NVTX": nvtx, "PYTHONPATH": os.pathsep.join(path)}
     if library is not None:
         environment |= {"NVTX_INJECTION64_PATH": str(library), "NVTX_PROBE_OUT": str(heard)}
     done = subprocess.run(

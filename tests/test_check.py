@@ -103,6 +103,24 @@ def test_bad_ids_are_refused(given: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("limit", [600, 32 * 500, 32 * 500 + 1, 2**31, 2**31 + 1, 2**40])
+@pytest.mark.parametrize("order", ["random", "up", "down"])
+def test_a_duplicate_is_found_among_many_ids_of_any_range(limit: int, order: str) -> None:
+    rng = np.random.default_rng()
+    ids = np.unique(np.concatenate((rng.integers(0, limit, 5000), [0, limit - 1])))
+    ids = np.concatenate((ids[:499], [limit - 1]))
+    assert ids.size == 500
+    ids = {"random": rng.permutation(ids), "up": ids, "down": ids[::-1]}[order]
+    assert host_ids(ids, limit, "page", distinct=True).tolist() == ids.tolist()
+    first, second = sorted(rng.choice(500, 2, replace=False).tolist())
+    ids = ids.copy()
+    ids[second] = ids[first]
+    with pytest.raises(LayoutError) as error:
+        host_ids(ids, limit, "page", distinct=True)
+    assert f"expected distinct ids, got {ids[first]} at positions [{first}, {second}]" in str(error.value)
+    assert host_ids(ids, limit, "page", distinct=False).tolist() == ids.tolist()
+
+
 def test_ids_may_repeat_where_they_are_only_read() -> None:
     assert host_ids([3, 1, 3], 5, "slot", distinct=False).tolist() == [3, 1, 3]
 

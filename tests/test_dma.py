@@ -129,6 +129,8 @@ static const struct { const char *name; int since; void *address; } table[] = {
   {"cuMemcpy2DAsync", 3020, copy_2d}, {"cuStreamWaitValue32", 11070, wait_32},
   {"cuStreamWriteValue32", 11070, write_32}, {"cuMemHostGetDevicePointer", 3020, device_pointer},
   {"cuThreadExchangeStreamCaptureMode", 10010, exchange_mode}, {"cuStreamWaitEvent", 3020, for_the_submitter},
+  {"cuCtxSetCurrent", 4000, for_the_submitter}, {"cuEventQuery", 2000, for_the_submitter},
+  {"cuMemcpyAsync", 4000, for_the_submitter}, {"cuMemsetD8Async", 3020, for_the_submitter},
   {"cuEventRecord", 2000, for_the_submitter}, {"cuLaunchKernel", 4000, for_the_submitter},
 };
 int cuGetProcAddress_v2(const char *name, void **address, int version, uint64_t flags, int *status) {

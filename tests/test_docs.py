@@ -84,10 +84,11 @@ def test_transformers_page() -> None:
 
 
 def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
-    first, disk, redis, mooncake, objects, faulty = python_blocks("docs/tiers.md")
-    for block in (first, faulty):
+    first, disk, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
+    for block in (first, movement, sharing, faulty):
         exec(block, {})
-    assert "MISS" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "MISS" in told and "0 pages to load" in told
     spec = KVSpec.attention(2, 16, 2, 64, 2)
     with HostTier(spec, capacity_pages=4, device="cpu") as host:
         names: dict[str, Any] = {"spec": spec, "whole_spec": spec, "host": host}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from engine_helpers import LIMIT_S, Ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvtransfer.kernels.errors import OwnershipError
 from kvtransfer.tiers.ledger import PageLedger, claim_all
@@ -141,3 +145,34 @@ def test_two_threads_never_end_up_each_behind_the_other() -> None:
         t.join(LIMIT_S)
     for a, b in zip(*owners, strict=True):
         assert (a in behind[id(b)]) != (b in behind[id(a)]), "expected exactly one of the two to go first"
+
+
+@settings(max_examples=100, deadline=None)
+@given(count=st.integers(1, 12), rng=st.randoms(use_true_random=False))
+def test_every_open_transfer_of_an_id_is_waited_for(count: int, rng: random.Random) -> None:
+    """Random claims, and releases in an order that a pump allows, against lists of who is open on each id: whom a
+    claim is ordered after, directly or through others, are all of those."""
+    ledger = PageLedger(count, "pool page")
+    touches: dict[object, set[int]] = {}
+    after: dict[object, Sequence[object]] = {}
+    for number in range(40):
+        if rng.random() < 0.6:
+            wanted = rng.sample(range(count), rng.randint(1, count)) if rng.random() < 0.9 else None
+            held = set(range(count)) if wanted is None else set(wanted)
+            owner = Owner(str(number))
+            got = ledger.claim(None if wanted is None else ids(*wanted), owner)
+            reached: set[object] = set()
+            todo: list[object] = list(got)
+            while todo:
+                if (other := todo.pop()) not in reached:
+                    reached.add(other)
+                    todo += [o for o in after[other] if o in touches]
+            rivals = {o for o, of in touches.items() if of & held}
+            assert rivals <= reached and set(got) <= rivals and len(set(got)) == len(got)
+            touches[owner], after[owner] = held, got
+        elif through := [o for o in touches if not any(e in touches for e in after[o])]:
+            ended = rng.choice(through)
+            ledger.release(ended)
+            del touches[ended]
+        held = set().union(*touches.values())
+        assert ledger.busy(np.arange(count)).tolist() == [i in held for i in range(count)]

@@ -114,31 +114,30 @@ def test_the_shipped_profiles_say_what_they_are(kind: str) -> None:
 
 
 def test_the_shipped_figures_are_those_of_the_documents() -> None:
-    """docs/decisions.md: what the tables there say comes back within 8 %."""
+    """docs/performance.md: what the table of the copy engine and of the kernel there says comes back within 3 %."""
     grids = shipped_profile().grids
     for key, piece, count, gbps in (
-        ("staged/h2d", 128 << 10, 4096, 46.2),
-        ("staged/h2d", 512 << 10, 1024, 52.5),
-        ("staged/h2d", 2 << 20, 256, 54.2),
-        ("staged/h2d", 64 << 10, 4096, 40.1),
-        ("strided/h2d", 128 << 10, 1, 24.4),
-        ("strided/h2d", 128 << 10, 4, 42.7),
-        ("strided/h2d", 128 << 10, 16, 51.3),
-        ("strided/h2d", 64 << 10, 16, 48.0),
-        ("mapped/h2d", 32 << 10, 32768, 50.5),
-        ("mapped/d2h", 32 << 10, 32768, 52.1),
+        ("staged/h2d", 16 << 10, 4096, 48.7),
+        ("staged/h2d", 32 << 10, 4096, 55.1),
+        ("staged/h2d", 128 << 10, 2048, 55.3),
+        ("staged/d2h", 16 << 10, 4096, 47.4),
+        ("staged/d2h", 128 << 10, 2048, 54.8),
+        ("strided/h2d", 128 << 10, 1, 23.6),
+        ("strided/h2d", 128 << 10, 16, 51.0),
+        ("mapped/h2d", 32 << 10, 8192, 49.3),
+        ("mapped/d2h", 32 << 10, 8192, 52.1),
     ):
-        assert grids[key].rate(piece, count) == pytest.approx(gbps, rel=0.08), (key, piece, count)
+        assert grids[key].rate(piece, count) == pytest.approx(gbps, rel=0.03), (key, piece, count)
 
 
 def test_a_gemm_keeps_at_most_everything() -> None:
     profile = shipped_profile()
-    assert profile.kept("staged", "h2d", 4) == 1.0
-    assert profile.kept("mapped", "d2h", 4) == pytest.approx(0.64)
+    assert profile.kept("staged", "h2d", 4) == 0.9515
+    assert profile.kept("mapped", "d2h", 4) == pytest.approx(0.658)
     assert profile.kept("mapped", "h2d", 1) > profile.kept("mapped", "h2d", 16)
     assert profile.kept("device", "h2d", 4) == 1.0
     assert replace(profile, gemm_kept={"staged/h2d": 1.07}).kept("staged", "h2d", 4) == 1.0
-    assert profile.mapped_factor("h2d", 4) == 1.0 > profile.mapped_factor("h2d", 1)
+    assert profile.mapped_factor("h2d", profile.mapped_ctas) == 1.0 > profile.mapped_factor("h2d", 1)
     assert replace(profile, mapped_scale={}).mapped_factor("h2d", 1) == 1.0
 
 

@@ -158,6 +158,41 @@ def test_fetch_after_fetch_and_store_on_one_socket() -> None:
     thread.join(5)
 
 
+def test_a_long_fetch_asks_as_it_goes_and_stops_when_told() -> None:
+    """Never more than a window is asked for and unanswered; after `stop` what was asked for is read, and no more."""
+    near, far = socket.socketpair()
+    data, wire = value(SIZE)
+    asked = [0, 0]  # commands received, most unanswered at a time
+
+    def serve() -> None:
+        with far:
+            unread, answered = b"", 0
+            while got := far.recv(1 << 16):
+                unread += got
+                while unread.count(b"GET"):
+                    end = unread.index(b"GET") + 3
+                    unread = unread[end:]
+                    asked[0] += 1
+                asked[1] = max(asked[1], asked[0] - answered)
+                while answered < asked[0]:
+                    far.sendall(wire)
+                    answered += 1
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    link, targets, keys = RespSocket(near, 5), buffers(300), [b"k%d" % i for i in range(300)]
+    assert list(link.fetch(keys, targets)) == [True] * 300 and link.in_step
+    assert all(image(target) == data for target in targets) and asked[0] == 300 and asked[1] <= 64
+    got: list[object] = []
+    for answer in link.fetch(keys, targets, lambda: len(got) >= 40):
+        got.append(answer)
+    assert 40 <= len(got) <= 128 and link.in_step
+    assert list(link.fetch(keys, targets, lambda: True)) == [] and link.in_step
+    assert list(link.fetch(keys[:3], targets[:3])) == [True] * 3
+    near.close()
+    thread.join(5)
+
+
 @pytest.mark.parametrize("cut", [0, 3, 9, 5000, SIZE + 9])
 def test_a_server_that_goes_in_the_middle(cut: int) -> None:
     _, wire = value(SIZE)
@@ -165,6 +200,20 @@ def test_a_server_that_goes_in_the_middle(cut: int) -> None:
     with pytest.raises(UnavailableError, match="closed the connection"):
         run(peer, lambda link: list(link.fetch([b"a", b"b"], buffers(2))))
     assert run_in_step == [False]
+
+
+def test_what_came_before_the_end_is_yielded() -> None:
+    data, wire = value(SIZE)
+    peer = Peer(wire * 3 + wire[:500], then=lambda far: far.shutdown(socket.SHUT_WR))
+    targets, got = buffers(6), []
+
+    def work(link: RespSocket) -> None:
+        for answer in link.fetch([b"k"] * 6, targets):
+            got.append(answer)
+
+    with pytest.raises(UnavailableError, match="closed the connection"):
+        run(peer, work)
+    assert got == [True] * 3 and all(image(target) == data for target in targets[:3])
 
 
 @pytest.mark.parametrize("cut", [0, 3, 5000])

@@ -263,11 +263,29 @@ def test_background_growth_is_usable_meanwhile() -> None:
     tier.close()
 
 
-@pytest.mark.parametrize("k", range(4))
+def test_in_the_background_no_slot_waits_for_the_trailers_of_others() -> None:
+    """A slab of small pages has as many bytes of trailers as of payloads: they grow side by side."""
+    runtime = FakeRuntime()
+    tier = host(30, registrar=runtime, chunk_bytes=7 * SLOT, background=True)
+    assert tier.wait_ready(10)
+    trailers = tier.address + 30 * SLOT
+    starts = [(address, nbytes) for _, address, nbytes in runtime.calls]
+    wanted = []
+    for first in range(0, 30, 7):
+        count = min(7, 30 - first)
+        wanted += [(trailers + first * TRAILER, count * TRAILER), (tier.address + first * SLOT, count * SLOT)]
+    assert starts == wanted
+    assert tier.chunk_slots.tolist() == tier.trailer_chunk_slots.tolist() == [7, 14, 21, 28]
+    assert tier.trailers.shape == (30, TRAILER) and not tier.trailers.any()
+    tier.close()
+    assert not runtime.live
+
+
+@pytest.mark.parametrize("k", range(6))
 def test_background_failure_is_raised_by_the_next_calls(k: int) -> None:
     runtime = FakeRuntime(fail_at=k)
     tier = host(7, registrar=runtime, chunk_bytes=3 * SLOT, background=True)
-    ready = max(0, k - 1) * 3
+    ready = k // 2 * 3  # trailers, payload, trailers ...
     for _ in range(2):
         with pytest.raises(TierError, match=f"host: growing stopped at {ready} of 7 slots: .*out of memory"):
             tier.wait_ready(10)
@@ -293,7 +311,7 @@ def test_background_failure_that_nobody_saw_is_raised_by_close() -> None:
 
 def test_close_stops_growth() -> None:
     gate = threading.Event()
-    runtime = FakeRuntime(gate=gate, gate_at=12)  # ten chunks of trailers, two of payload
+    runtime = FakeRuntime(gate=gate, gate_at=4)  # two slots and their trailers
     tier = host(30, registrar=runtime, chunk_bytes=SLOT, background=True)
     assert tier.wait_ready(10, slots=2)
     closer = threading.Thread(target=tier.close)
@@ -303,7 +321,7 @@ def test_close_stops_growth() -> None:
     gate.set()
     closer.join(10)
     assert not closer.is_alive() and not runtime.live
-    assert runtime.count <= 14
+    assert runtime.count <= 6
     with pytest.raises(TierError, match="closed while waiting"):
         tier.wait_ready(1)
 

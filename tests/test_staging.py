@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import EVEN, LIMIT_S, TINY, WIDE, Log, make_rig, until
+from engine_helpers import EVEN, LIMIT_S, RING_SLOTS, TINY, WIDE, Log, make_rig, small_ring, until
 
 from kvtransfer.fifo import Delays, FifoStream
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded
@@ -77,8 +77,10 @@ def test_no_memory_means_no_ring_and_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
     log = Log()
     monkeypatch.setattr(torch, "empty", refuse)
-    assert StagingRing.create(CPU, 12_288, log) is None
-    assert log.fallbacks == [("staging", "no room for a ring of 12,288 bytes on cpu: tried to allocate 12 KiB")]
+    assert StagingRing.create(CPU, SLOTS * SLOT_ALIGNMENT, log) is None
+    assert log.fallbacks == [
+        ("staging", f"no room for a ring of {SLOTS * SLOT_ALIGNMENT:,} bytes on cpu: tried to allocate 12 KiB")
+    ]
 
 
 def test_no_ring_was_asked_for() -> None:
@@ -93,7 +95,7 @@ def test_an_engine_without_a_ring_says_so_and_refuses_the_path(monkeypatch: pyte
     log = Log()
     with monkeypatch.context() as patch:
         patch.setattr(StagingRing, "__init__", refuse)
-        rig = make_rig(path="staged", staging_bytes=12_288, observer=log)
+        rig = make_rig(path="staged", staging_bytes=SLOTS * SLOT_ALIGNMENT, observer=log)
     assert [what for what, _ in log.fallbacks] == ["staging"]
     with pytest.raises(ConfigError, match="path 'staged' can't carry this load: there is no staging ring"):
         rig.engine.load([1], [2])
@@ -114,12 +116,12 @@ def test_a_slot_is_not_filled_again_before_it_was_emptied(guarded: bool, monkeyp
         monkeypatch.setattr(StagingRing, "give", forget)
     delays = Delays()
     gate = delays.gate("copy_out")
-    rig = make_rig("sglang.layer_first", EVEN, delays=delays, path="staged", staging_bytes=SLOTS * SLOT_ALIGNMENT)
+    rig = make_rig("sglang.layer_first", EVEN, delays=delays, path="staged", staging_bytes=small_ring())
     want = rig.side.pages(range(10))
     handle = rig.engine.store(range(10), range(10))
     assert len(handle.plan.chunks) == 10
     if guarded:
-        until(lambda: len(handle._submitted) == SLOTS)
+        until(lambda: len(handle._submitted) == RING_SLOTS)
     else:
         until(lambda: handle.fully_submitted)
         gather = rig.engine._shop.lanes.record("gather")
@@ -131,13 +133,13 @@ def test_a_slot_is_not_filled_again_before_it_was_emptied(guarded: bool, monkeyp
 
 
 def test_engines_share_a_ring_and_nobody_starves() -> None:
-    ring = StagingRing(CPU, SLOTS * SLOT_ALIGNMENT)
+    ring = small_ring()
     gate = threading.Event()
     held = make_rig("sglang.layer_first", EVEN, delays=Delays({"copy_out": gate}), path="staged", staging_bytes=ring)
     other = make_rig("vllm.LBNHC", WIDE, path="staged", staging_bytes=ring)
     kept = held.side.pages(range(12))
     store = held.engine.store(range(12), range(12))
-    until(lambda: len(store._submitted) == SLOTS)  # the ring is full of a transfer that does not move
+    until(lambda: len(store._submitted) == RING_SLOTS)  # the ring is full of a transfer that does not move
     rows = other.slots([3, 4])
     load = other.engine.load([3, 4], [1, 2], layerwise=True)
     with pytest.raises(DeadlineExceeded):
@@ -151,7 +153,7 @@ def test_engines_share_a_ring_and_nobody_starves() -> None:
 
 
 def test_shared_by_threads_that_all_use_it_at_once() -> None:
-    ring = StagingRing(CPU, SLOTS * SLOT_ALIGNMENT)
+    ring = small_ring()
     rigs = [make_rig(n, s, path="staged", staging_bytes=ring) for n, s in (("page_first", WIDE), ("vllm.LBHNC", TINY))]
     wants = [rig.slots(range(16)) for rig in rigs]
     errors: list[BaseException] = []

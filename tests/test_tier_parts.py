@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tier_contract import done, statuses
-from tier_pages import Arena
+from tier_pages import ODD, Arena
 
 from kvtransfer.kernels.errors import ConfigError, LayoutError, OwnershipError, RecordError, TierError
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
@@ -17,7 +17,7 @@ from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.memory_tier import MemoryTier
 from kvtransfer.tiers.pins import PinBook
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
-from kvtransfer.tiers.sealed import check_sealed, check_whole
+from kvtransfer.tiers.sealed import check_sealed, check_whole, sealed_or_error, whole_or_error
 
 OK, MISS, ERROR = PageStatus.OK, PageStatus.MISS, PageStatus.ERROR
 
@@ -93,12 +93,37 @@ def test_sealed_and_whole() -> None:
         check_sealed(key, RecordBuffer(buffer.payload[4096:], buffer.trailer))
     buffer.payload[0] ^= 1
     check_sealed(key, buffer)
+    assert sealed_or_error(key, buffer) is None
+    assert "payload checksum" in str(whole_or_error(key, buffer))
     with pytest.raises(RecordError, match="checksum"):
         check_whole(key, buffer)
     header = pages.host.header(1)
     pages.host.seal(1, [type(header)(**{**vars(header), "payload_xxh3": None})], checksum=False)
     with pytest.raises(RecordError, match="checksum=True"):
         check_sealed(key, buffer)
+    assert "checksum=True" in str(whole_or_error(key, buffer))
+    pages.close()
+
+
+def test_the_quick_checks_find_every_flipped_bit_and_say_what_the_slow_ones_say() -> None:
+    pages = Arena(1, ODD).fill()
+    key, buffer = pages.keys[0], pages.buffers[0]
+    assert sealed_or_error(key, buffer) is None and whole_or_error(key, buffer) is None
+    assert "stored key" in str(sealed_or_error(bytes(32), buffer))
+    for at in [*range(280), *range(280, 4096, 97), 4095]:
+        bit = 1 << (at % 8)
+        buffer.trailer[at] ^= bit
+        for quick, slow in ((sealed_or_error, check_sealed), (whole_or_error, check_whole)):
+            with pytest.raises(RecordError) as told:
+                slow(key, buffer)
+            assert str(quick(key, buffer)) == str(told.value)
+        buffer.trailer[at] ^= bit
+    for at in range(0, pages.spec.page_bytes, 13):
+        buffer.payload[at] ^= 1
+        assert sealed_or_error(key, buffer) is None and whole_or_error(key, buffer) is not None
+        buffer.payload[at] ^= 1
+    buffer.payload[pages.spec.page_bytes :] ^= 1  # padding is of no page
+    assert whole_or_error(key, buffer) is None
     pages.close()
 
 

@@ -33,7 +33,9 @@ class Server:
     def __init__(
         self, command: Sequence[str], ready: Callable[[], bool], log: Path, env: dict[str, str] | None = None
     ) -> None:
-        self._command = list(command)
+        # The kernel ends it with this process, however that ends.
+        keeper = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        self._command = [*keeper, *command]
         self._ready = ready
         self._log = log
         self._env = {**os.environ, **(env or {})}

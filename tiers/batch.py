@@ -21,7 +21,7 @@ from typing import Any, Literal, Protocol
 from kvtransfer.kernels.errors import DeadlineExceeded, TierError
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer, TierHandle
 
-Verb = Literal["lookup", "get", "put", "remove", "pin"]
+Verb = Literal["lookup", "get", "put", "remove", "pin", "prefetch", "write_back"]
 
 
 class BatchOwner(Protocol):
@@ -160,7 +160,7 @@ class Batch(TierHandle):
         The buffers of what is returned are the tier's until it settles it.
         """
         if self.stopping:
-            self._drop_waiting()
+            self.drop_waiting()
             return []
         with self._changed:
             if self._cancelled:
@@ -210,7 +210,7 @@ class Batch(TierHandle):
         """`cancel`; returns how many pages that made CANCELLED."""
         with self._changed:
             self._cancelled = True
-        dropped = self._drop_waiting()
+        dropped = self.drop_waiting()
         if self.on_cancel is not None and self._result is None:
             self.on_cancel()
         return dropped
@@ -218,12 +218,10 @@ class Batch(TierHandle):
     def expire(self) -> None:
         """If the deadline has passed, CANCELLED for what waits."""
         if self.deadline is not None and self._result is None and time.monotonic() >= self.deadline:
-            self._drop_waiting()
+            self.drop_waiting()
 
-    # --- inside
-
-    def _drop_waiting(self) -> int:
-        """CANCELLED for all pages that nobody works on. Returns how many."""
+    def drop_waiting(self) -> int:
+        """CANCELLED for all pages that nobody works on; what is begun goes on. Returns how many."""
         with self._changed:
             waiting = [p for p, status in enumerate(self._statuses) if status is None and not self._begun[p]]
             for position in waiting:
@@ -234,6 +232,8 @@ class Batch(TierHandle):
         """End a batch of no pages: there is nobody else to do it."""
         if not self.keys and self._result is None:
             self._end()
+
+    # --- inside
 
     def _end(self) -> None:
         statuses = tuple(status for status in self._statuses if status is not None)

@@ -32,6 +32,9 @@ _COUNTERS: dict[tuple[Verb, PageStatus], str] = {
     ("put", PageStatus.OK): "stored",
     ("remove", PageStatus.OK): "removed",
     ("pin", PageStatus.OK): "pinned",
+    ("prefetch", PageStatus.OK): "prefetched",
+    ("prefetch", PageStatus.MISS): "misses",
+    ("write_back", PageStatus.OK): "written_back",
 }
 _ANY_VERB = {
     PageStatus.CORRUPT: "corrupt",
@@ -176,7 +179,7 @@ class BatchBook:
             if name is not None:
                 totals[name] += pages
         if batch.moved_bytes:
-            totals["bytes_read" if batch.verb == "get" else "bytes_written"] += batch.moved_bytes
+            totals["bytes_read" if batch.verb in ("get", "prefetch") else "bytes_written"] += batch.moved_bytes
         with self._changed:
             self._counters += totals
             self._open.pop(id(batch), None)

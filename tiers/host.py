@@ -192,6 +192,9 @@ class HostTier:
         self.layout = Layout.page_first(self.spec, slab.num_slots, page_stride_bytes=self.slot_bytes)
         self.ledger = PageLedger(slab.num_slots, "host slot")
         self._extents = Extents(slab.num_slots, 0, "host slot")
+        blank = np.zeros(DIGESTS_OFFSET // 8 + self.spec.num_layers, dtype=np.uint64)
+        blank[DIGESTS_OFFSET // 8 :] = NOTHING_STORED
+        self._blank = blank.view(np.uint8)  # how a new slot's trailer begins: no header, digests of nothing
         self._gives_out = False
 
     # --- slots
@@ -218,15 +221,15 @@ class HostTier:
         """Take ``n`` slots: int64 ids that own their storage, in runs as long as can be.
 
         ``after`` is the slot that they should follow (the last one of the prefix that they extend). The slots'
-        headers are wiped and their digests say that nothing is stored. Raises CapacityError if fewer are free and
-        ready: nothing is taken then.
+        headers are wiped and their digests say that nothing is stored. A store that grows should take slots in
+        blocks of a few MiB, and free what it did not fill: slot by slot, stores that grow at once cut each other's
+        runs off. Raises CapacityError if fewer are free and ready: nothing is taken then.
         """
         with self._lock:
             self._check_maker("allocate")
             self._slab.check()
             slots = self._grown().allocate(n, after)
-            self.trailers[slots, :DIGESTS_OFFSET] = 0
-            self.digests[slots] = NOTHING_STORED
+            self.trailers[slots, : self._blank.size] = self._blank
             self._gives_out = True
             return slots
 
@@ -242,10 +245,10 @@ class HostTier:
             with self._lock:
                 self._check_maker("free")
                 extents = self._grown()
-                extents.check(ids)
                 if not self.ledger.busy(ids).any():
                     extents.free(ids)
                     return
+                extents.check(ids)
             self.ledger.require_free(ids, max(0.0, deadline - time.monotonic()))
 
     def is_allocated(self, slots: Slots) -> NDArray[np.bool_]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -108,6 +108,7 @@ class MooncakeTier(WorkerTier):
             shared=True,
             workers=workers,
             job_pages=job_pages,
+            spread=False,
             timeout_s=timeout_s,
             needs_registration=True,
             observer=observer,
@@ -122,9 +123,8 @@ class MooncakeTier(WorkerTier):
 
     def do_get(self, job: Job) -> Outcomes:
         names = self._names(job.keys)
-        codes = self._store.batch_get_into_multi_buffers(names, *_pointers(job.buffers))
         failed: TierError | None = None
-        for at, code in enumerate(codes):
+        for at, code in self._get_codes(names, job.buffers):
             record_bytes = _record_bytes(job.buffers[at])
             if code == record_bytes:
                 yield Outcome(at, PageStatus.OK, moved_bytes=record_bytes)
@@ -230,6 +230,20 @@ class MooncakeTier(WorkerTier):
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
+
+    def _get_codes(self, names: list[str], buffers: Sequence[RecordBuffer]) -> Iterator[tuple[int, int]]:
+        """(position, code) of each. The client fills one buffer of an object in a call: one named twice takes two."""
+        places = list(range(len(names)))
+        while places:
+            first = list({names[at]: at for at in reversed(places)}.values())[::-1]
+            codes = self._store.batch_get_into_multi_buffers(
+                [names[at] for at in first], *_pointers([buffers[at] for at in first])
+            )
+            yield from zip(first, codes, strict=True)
+            if len(first) == len(places):
+                return
+            done = set(first)
+            places = [at for at in places if at not in done]
 
     def _connect(self) -> None:
         """Set the client up. It would try for 90 s to reach a master that is not there, so look first."""

@@ -46,7 +46,7 @@ class RedisTier(WorkerTier):
         ttl_s: pages expire so long after they were put; None: never.
         connections: sockets that move pages; a batch is spread over them.
         timeout_s: for each answer of the server, and for connecting.
-        job_pages: most pages that are asked for at once on one socket.
+        job_pages: most pages of a batch that go over one socket in one go.
 
     ``stats`` tells the server's memory and limit, and all keys of its database, as they were when it was called
     before or, called often, about a second ago. Raises ConfigError on a bad url.
@@ -61,7 +61,7 @@ class RedisTier(WorkerTier):
         ttl_s: float | None = None,
         connections: int = 2,
         timeout_s: float = 2.0,
-        job_pages: int = 32,
+        job_pages: int = 128,
         observer: Observer = NO_OBSERVER,
     ) -> None:
         if ttl_s is not None and not ttl_s > 0:
@@ -108,10 +108,19 @@ class RedisTier(WorkerTier):
 
     def do_get(self, job: Job) -> Outcomes:
         names = [self._name_of(key) for key in job.keys]
-        for at, answer in self._moved(lambda link, rest: link.fetch([names[i] for i in rest], _pick(job, rest)), job):
-            record_bytes = job.buffers[at].payload.size + job.buffers[at].trailer.size
+        done = 0
+
+        def stop() -> bool:
+            return job.stopping
+
+        for at, answer in self._moved(
+            lambda link, rest: link.fetch([names[i] for i in rest], _pick(job, rest), stop), job
+        ):
+            done = at + 1
+            payload, trailer = job.buffers[at]
+            record_bytes = payload.size + trailer.size
             if answer is True:
-                yield Outcome(at, PageStatus.OK, moved_bytes=record_bytes)
+                yield Outcome(at, PageStatus.OK, None, record_bytes)
             elif answer is False:
                 yield Outcome(at, PageStatus.MISS)
             elif isinstance(answer, RespError):
@@ -119,6 +128,8 @@ class RedisTier(WorkerTier):
             else:
                 error = TierError(f"{self.name}: expected a record of {record_bytes} bytes, got {answer}")
                 yield Outcome(at, PageStatus.CORRUPT, error)
+        for at in range(done, len(job.keys)):
+            yield Outcome(at, PageStatus.CANCELLED)
 
     def do_put(self, job: Job) -> Outcomes:
         names = [self._name_of(key) for key in job.keys]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import UnavailableError
 from kvtransfer.tiers.base import RecordBuffer
@@ -19,6 +22,10 @@ from kvtransfer.tiers.base import RecordBuffer
 SHORTEST_REPLY_BYTES = 5
 _IOV_MAX = 1024  # Linux's limit for one sendmsg
 _SCRATCH_BYTES = 1 << 16
+# Further ahead is slower: the server makes all answers before anybody reads the first (measured with 1 MiB: 1.2 GB/s
+# with 8 asked for at once, 0.9 with 32, 0.6 with 128).
+_WINDOW_PAGES, _WINDOW_BYTES = 64, 8 << 20
+_BURST_BYTES = 1 << 20  # what a core's cache holds until it has been verified
 
 
 class RespError(Exception):
@@ -39,9 +46,7 @@ class RespSocket:
     def __init__(self, sock: socket.socket, timeout_s: float) -> None:
         self._sock = sock
         self._vectored = not isinstance(sock, ssl.SSLSocket)  # TLS has no scatter/gather
-        self._head = bytearray(64)
-        self._have = 0  # bytes at the front of `_head` that were read ahead
-        self._scratch = bytearray()
+        self._ahead = b""  # read already, and of the next answer
         self.in_step = True
         if self._vectored:
             # The kernel waits for whole pages, with the GIL released once a page, and keeps the time.
@@ -52,24 +57,38 @@ class RespSocket:
         else:
             sock.settimeout(timeout_s)
 
-    def fetch(self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer]) -> Iterator[bool | int | RespError]:
+    def fetch(
+        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], stop: Callable[[], bool] = lambda: False
+    ) -> Iterator[bool | int | RespError]:
         """GET each key into its buffer. Yields for each: True; False, there is none; the value's length, where that
-        is not the buffer's (it is undefined then); or the server's error."""
-        self._begin([b"".join(_command(b"GET", key) for key in keys)])
-        for left, buffer in zip(range(len(keys), 0, -1), buffers, strict=True):
-            line = self._line()
-            if line[:1] == b"-":
-                result: bool | int | RespError = RespError(line[1:].decode(errors="replace"))
-            elif (length := int(line[1:])) < 0:
-                result = False
-            elif length != buffer.payload.size + buffer.trailer.size:
-                self._skip(length + 2)
-                result = length
-            else:
-                self._body(buffer, SHORTEST_REPLY_BYTES * (left - 1))
-                result = True
-            self.in_step = left == 1
-            yield result
+        is not the buffer's (it is undefined then); or the server's error.
+
+        Keys are asked for in a window that moves with the answers, so that the server always has some to answer. They
+        are read in bursts, and yielded once more are asked for: what the caller does with them costs no time then.
+        Once ``stop`` is true nothing more is asked for: the iteration ends early.
+        """
+        window, burst = _window_and_burst(buffers)
+        asked = read = 0
+        answers: list[bool | int | RespError] = []
+        while True:
+            if asked - read <= window // 2 and asked < len(keys) and not stop():
+                more = keys[asked : read + window]
+                self._begin([b"".join([_command(b"GET", key) for key in more])])
+                asked += len(more)
+            yield from answers
+            left = asked - read
+            if not left:
+                return
+            answers = []
+            try:
+                for buffer in buffers[read : read + min(burst, left)]:
+                    left -= 1
+                    answers.append(self._answer(buffer, left))
+            except UnavailableError:
+                yield from answers  # these came
+                raise
+            read += len(answers)
+            self.in_step = not left
 
     def store(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], options: Sequence[bytes]
@@ -104,83 +123,113 @@ class RespSocket:
 
     def _begin(self, parts: list[Any]) -> None:
         self.in_step = False
-        if not self._vectored:
-            for part in parts:
-                self._call(self._sock.sendall, part)
-            return
+        try:
+            if self._vectored:
+                self._send(parts)
+            else:
+                for part in parts:
+                    self._sock.sendall(part)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def _send(self, parts: list[Any]) -> None:
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         first = 0
         while first < len(views):
-            sent = self._call(self._sock.sendmsg, views[first : first + _IOV_MAX])
+            sent = self._sock.sendmsg(views[first : first + _IOV_MAX])
             while first < len(views) and sent >= len(views[first]):
                 sent -= len(views[first])
                 first += 1
             if sent:
                 views[first] = views[first][sent:]
 
+    def _answer(self, buffer: RecordBuffer, left: int) -> bool | int | RespError:
+        """What `fetch` yields for one key; ``left`` more answers are due."""
+        payload, trailer = buffer
+        size = payload.size + trailer.size
+        wanted = b"$%d\r\n" % size
+        if self._ahead == wanted:
+            self._ahead = b""
+        else:
+            line = self._line()
+            if line[:1] == b"-":
+                return RespError(line[1:].decode(errors="replace"))
+            length = int(line[1:])
+            if length < 0:
+                return False
+            if length != size:
+                self._skip(length + 2)
+                return length
+        self._body(payload, trailer, wanted, left)
+        return True
+
     def _line(self) -> bytes:
-        """The next line, without its end. What was read behind it stays in `_head`."""
-        while (end := self._head.find(b"\r\n", 0, self._have)) < 0:
-            if self._have == len(self._head):
-                self._head.extend(bytes(len(self._head)))  # an error message is long
+        """The next line, without its end. What was read behind it stays read ahead."""
+        while b"\r\n" not in self._ahead:
             # A reply is 5 bytes at least, so that many may be waited for; behind them one by one.
-            want = max(SHORTEST_REPLY_BYTES, self._have + 1)
-            self._have += self._receive([memoryview(self._head)[self._have : want]])
-        line = bytes(self._head[:end])
-        self._drop(end + 2)
+            more = bytearray(max(SHORTEST_REPLY_BYTES - len(self._ahead), 1))
+            self._receive([more], len(more))
+            self._ahead += more
+        line, _, self._ahead = self._ahead.partition(b"\r\n")
         return line
 
-    def _drop(self, count: int) -> None:
-        self._head[: self._have - count] = self._head[count : self._have]
-        self._have -= count
-
-    def _body(self, buffer: RecordBuffer, sure_bytes: int) -> None:
-        """Receive a value, its line end, and ahead as much of the next line as is sure to come."""
-        payload, trailer = buffer.payload.data, buffer.trailer.data
-        early = min(self._have, len(payload))
-        payload[:early] = self._head[:early]
-        self._drop(early)
-        ahead = min(sure_bytes, len(f"${len(payload) + len(trailer)}\r\n"))
-        rest = bytearray(2 + ahead)
-        self._receive([payload[early:], trailer, memoryview(rest)])
-        self._head[:ahead] = rest[2:]
-        self._have = ahead
+    def _body(self, payload: NDArray[np.uint8], trailer: NDArray[np.uint8], line: bytes, left: int) -> None:
+        """Receive a value, its line end, and ahead as much as is sure to come of ``left`` more answers, at most as long
+        as ``line``."""
+        if early := len(self._ahead):
+            payload[:early] = np.frombuffer(self._ahead, dtype=np.uint8)
+            payload = payload[early:]
+        rest = bytearray(2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
+        self._receive([payload, trailer, rest], payload.size + trailer.size + len(rest))
+        self._ahead = bytes(rest[2:])
 
     def _skip(self, count: int) -> None:
-        early = min(self._have, count)
-        self._drop(early)
-        count -= early
-        if not self._scratch:
-            self._scratch = bytearray(_SCRATCH_BYTES)
-        while count:
-            count -= self._receive([memoryview(self._scratch)[: min(count, _SCRATCH_BYTES)]])
+        count -= len(self._ahead)
+        self._ahead = self._ahead[count:] if count < 0 else b""
+        while count > 0:
+            scratch = bytearray(min(count, _SCRATCH_BYTES))
+            self._receive([scratch], len(scratch))
+            count -= len(scratch)
 
-    def _receive(self, views: list[memoryview]) -> int:
-        """Fill all of ``views``. Returns how many bytes that were."""
-        total = sum(map(len, views))
-        left = total
-        views = [view for view in views if len(view)]
-        while views:
+    def _receive(self, parts: list[Any], total: int) -> None:
+        """Fill all of ``parts``, ``total`` bytes."""
+        try:
             if self._vectored:
-                got = self._call(self._sock.recvmsg_into, views, 0, socket.MSG_WAITALL)[0]
+                got = self._sock.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
             else:
-                got = self._call(self._sock.recv_into, views[0])
+                got = self._sock.recv_into(parts[0])
+            if got != total:
+                self._receive_rest(parts, got, total)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def _receive_rest(self, parts: list[Any], got: int, total: int) -> None:
+        """Go on after the first ``got`` bytes: over TLS, and where a signal came between."""
+        left = total
+        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        while True:
             if not got:
                 raise UnavailableError(f"the server closed the connection {left} bytes before the end of an answer")
             left -= got
             while views and got >= len(views[0]):
                 got -= len(views.pop(0))
-            if got:
-                views[0] = views[0][got:]
-        return total
+            if not left:
+                return
+            views[0] = views[0][got:]
+            got = self._sock.recvmsg_into(views)[0] if self._vectored else self._sock.recv_into(views[0])
 
-    def _call(self, function: Any, *args: Any) -> Any:
-        try:
-            return function(*args)
-        except (TimeoutError, BlockingIOError) as error:
-            raise UnavailableError("the server gave no answer in time") from error
-        except OSError as error:
-            raise UnavailableError(f"the connection broke: {error}") from error
+
+def _broken(error: OSError) -> UnavailableError:
+    if isinstance(error, TimeoutError | BlockingIOError):
+        return UnavailableError("the server gave no answer in time")
+    return UnavailableError(f"the connection broke: {error}")
+
+
+def _window_and_burst(buffers: Sequence[RecordBuffer]) -> tuple[int, int]:
+    """How many values to ask for ahead, and how many to read at a time."""
+    record_bytes = sum(part.size for part in buffers[0]) if buffers else 1
+    window = max(2, min(_WINDOW_PAGES, _WINDOW_BYTES // record_bytes))
+    return window, max(1, min(window // 2, _BURST_BYTES // record_bytes))
 
 
 def _bulk(data: bytes) -> bytes:

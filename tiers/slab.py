@@ -11,6 +11,8 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -77,7 +79,8 @@ class Slab:
         step_bytes = min(chunk_bytes, max(_BACKGROUND_STEP_BYTES, slot_bytes)) if background else chunk_bytes
         trailers_at = -(-num_slots * slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         payload = plan_chunks(num_slots, slot_bytes, step_bytes)
-        trailers = plan_chunks(num_slots, trailer_bytes, chunk_bytes, offset=trailers_at)
+        with_them = payload[0].stop * trailer_bytes if background else chunk_bytes  # no slot waits for others' trailers
+        trailers = plan_chunks(num_slots, trailer_bytes, min(with_them, chunk_bytes), offset=trailers_at)
         self.chunk_slots: NDArray[np.int64] = np.array([c.first for c in payload[1:]], dtype=np.int64)
         self.trailer_chunk_slots: NDArray[np.int64] = np.array([c.first for c in trailers[1:]], dtype=np.int64)
 
@@ -167,9 +170,9 @@ class Slab:
                 self._changed.notify_all()
 
     def _grow(self, trailers: list[Chunk], payload: list[Chunk]) -> None:
-        """Touch and register chunk by chunk, trailers first, so that a slot is ready as soon as its payload is."""
+        """Touch and register chunk by chunk, each payload chunk behind the trailers of its slots."""
         total = len(trailers) + len(payload)
-        for number, chunk in enumerate([*trailers, *payload]):
+        for number, chunk in enumerate(_in_turn(trailers, payload)):
             if self._stop:
                 return
             if self._touches:
@@ -182,7 +185,7 @@ class Slab:
                 except CudaError as error:
                     text = f"{self.name}: pinning chunk {number + 1} of {total} ({chunk.nbytes} bytes) failed: {error}"
                     raise CudaError(text, error.code) from error
-            if number >= len(trailers):
+            if chunk in payload:
                 with self._changed:
                     self.ready_slots = chunk.stop
                     self._changed.notify_all()
@@ -197,3 +200,12 @@ class Slab:
             self.payload = self.trailers = None
             if not self._mapping.close():
                 self._observer.noted("host.views_alive", name=self.name, nbytes=self._mapping.nbytes)
+
+
+def _in_turn(trailers: list[Chunk], payload: list[Chunk]) -> Iterator[Chunk]:
+    """Chunks in the order in which they are made: those of the trailers that a payload chunk needs, then it."""
+    left = deque(trailers)
+    for chunk in payload:
+        while left and left[0].first < chunk.stop:
+            yield left.popleft()
+        yield chunk

@@ -34,12 +34,10 @@ from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.pins import PinBook
-from kvtransfer.tiers.quick_check import QuickCheck
-from kvtransfer.tiers.record import padded_bytes
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
+from kvtransfer.tiers.sealed import sealed_or_error, whole_or_error
 
 _SETTLE_PAGES = 16  # outcomes are told in groups of this many: it costs a lock each time
-_LENGTH_AT = 120  # where a trailer holds the payload's length (record.py)
 
 
 class WorkerTier(Tier, ABC):
@@ -52,7 +50,9 @@ class WorkerTier(Tier, ABC):
     Args:
         name, shared: see `Tier`.
         workers: threads that run jobs.
-        job_pages: most pages in one job; a batch is spread over all workers where it is long enough.
+        job_pages: most pages in one job.
+        spread: cut a batch so that every worker has a part of it. Else it is cut by ``job_pages`` alone: for a client
+            that does many pages at once by itself.
         timeout_s: a ``do_...`` call that yields nothing for so long means that the store has stalled.
         needs_registration: buffers must lie in memory that `register` was told of.
     """
@@ -66,6 +66,7 @@ class WorkerTier(Tier, ABC):
         shared: bool,
         workers: int = 1,
         job_pages: int = 32,
+        spread: bool = True,
         timeout_s: float = 5.0,
         needs_registration: bool = False,
         observer: Observer = NO_OBSERVER,
@@ -83,7 +84,7 @@ class WorkerTier(Tier, ABC):
         self.pins = PinBook()
         self.registered = RegisteredMemory(name)
         self.health = Health(name, self.do_probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
-        self._job_pages = job_pages
+        self._job_pages, self._spread = job_pages, spread
         self._jobs: queue.SimpleQueue[tuple[Batch, range] | Callable[[], object] | None] = queue.SimpleQueue()
         self._aborted = False
         self._ending = threading.Lock()
@@ -224,7 +225,7 @@ class WorkerTier(Tier, ABC):
             self._refuse(batch, range(len(batch.keys)))
             return batch
         pages = len(batch.keys)
-        step = max(1, min(self._job_pages, -(-pages // self._workers)))
+        step = max(1, min(self._job_pages, -(-pages // self._workers) if self._spread else pages))
         for start in range(0, pages, step):
             self._jobs.put((batch, range(start, min(start + step, pages))))
         return batch
@@ -331,14 +332,14 @@ class WorkerTier(Tier, ABC):
 
     def _verified(self, job: Job, outcome: Outcome) -> Outcome:
         key, buffer = job.keys[outcome.at], job.buffers[outcome.at]
-        error = _quick(buffer).whole(key, buffer)
+        error = whole_or_error(key, buffer)
         return outcome if error is None else outcome._replace(status=PageStatus.CORRUPT, error=error)
 
     def _put(self, job: Job) -> Iterator[Outcome]:
         """`do_put` of what is sealed."""
         good: list[int] = []
         for at, (key, buffer) in enumerate(zip(job.keys, job.buffers, strict=True)):
-            error = _quick(buffer).sealed(key, buffer)
+            error = sealed_or_error(key, buffer)
             if error is None:
                 good.append(at)
             else:
@@ -383,13 +384,6 @@ class WorkerTier(Tier, ABC):
         for thread in threads:
             if thread is not own:
                 thread.join(max(0.0, deadline - time.monotonic()))
-
-
-def _quick(buffer: RecordBuffer) -> QuickCheck:
-    """For the length that the record's own trailer says, which is checked with the rest of it."""
-    said = int.from_bytes(buffer.trailer[_LENGTH_AT : _LENGTH_AT + 8].data, "little")
-    fits = padded_bytes(said) == buffer.payload.size
-    return QuickCheck(said if fits else buffer.payload.size, buffer.trailer.size)
 
 
 def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[Outcome]:
