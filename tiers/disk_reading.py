@@ -22,6 +22,7 @@ from kvtransfer.tiers.io import Storage
 from kvtransfer.tiers.quick_check import QuickCheck
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
 from kvtransfer.tiers.slab_files import SlabFiles
+from kvtransfer.tiers.verifier import Verifier
 
 
 class DiskReading:
@@ -53,6 +54,7 @@ class DiskReading:
         self._clock, self._observer = clock, observer
         self._lock = threading.Lock()  # of the table
         self._check = QuickCheck(page_bytes, trailer_bytes)
+        self._verifier = Verifier(name, self._check, page_bytes)
         self._book = BatchBook(name, observer)
         self._registered = RegisteredMemory(name)
         self._ending = threading.Lock()
@@ -86,7 +88,7 @@ class DiskReading:
         if there:
             transfer = ReadTransfer(
                 batch, there, [slots[at] for at in there], where, buffers,
-                check=self._check, dropped=self._unread, ended=self._read_ended,
+                verifier=self._verifier, dropped=self._unread, ended=self._read_ended,
             )  # fmt: skip
             self._submit(transfer)
 
@@ -142,6 +144,7 @@ class DiskReading:
             self._end_more()
         finally:
             self._storage.close()
+            self._verifier.close()
             for memory in self._registered.regions():
                 self._registered.remove(memory)
 

@@ -13,7 +13,7 @@ from kvtransfer.kernels.errors import CapacityError, RecordError, TierError
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.io import SHORT, Transfer
-from kvtransfer.tiers.quick_check import QuickCheck
+from kvtransfer.tiers.verifier import Verifier
 
 Outcome = tuple[int, PageStatus, BaseException | None]
 _CUT = RecordError("record: expected all of it, got a slab that ends before: it was cut")
@@ -88,33 +88,34 @@ class ReadTransfer(BatchTransfer):
         where: tuple[list[int], list[int]],
         buffers: Sequence[RecordBuffer],
         *,
-        check: QuickCheck,
+        verifier: Verifier,
         dropped: Callable[[list[int]], None],
         ended: Callable[[ReadTransfer, list[int], list[int], list[int]], list[Outcome]],
     ) -> None:
         super().__init__(batch, positions, slots, where, buffers, write=False, dropped=dropped)
-        self._check = check
+        self._verifier = verifier
         self._ended = ended
 
     def finish(self, positions: list[int], errors: list[int]) -> None:
         good: list[int] = []
         bad: list[int] = []
         outcomes: list[Outcome] = []
+        came = [at for at, code in zip(positions, errors, strict=True) if not code]
+        records = list(zip(self.keys_of(came), [self.buffers[at] for at in came], strict=True))
+        wrong = dict(zip(came, self._verifier.whole(records), strict=True))
         moved = 0
         for at, code in zip(positions, errors, strict=True):
             if code and code != SHORT:
                 outcomes.append(self.failure(at, code))
                 continue
-            place = self.positions[at]
-            buffer = self.buffers[at]
-            wrong = _CUT if code else self._check.whole(self.batch.keys[place], buffer)
-            if wrong is None:
+            problem = _CUT if code else wrong[at]
+            if problem is None:
                 good.append(at)
-                outcomes.append((place, PageStatus.OK, None))
-                moved += buffer.payload.size + buffer.trailer.size
+                outcomes.append((self.positions[at], PageStatus.OK, None))
+                moved += self.buffers[at].payload.size + self.buffers[at].trailer.size
             else:
                 bad.append(at)
-                outcomes.append((place, PageStatus.CORRUPT, wrong))
+                outcomes.append((self.positions[at], PageStatus.CORRUPT, problem))
         replaced = {place: (place, status, error) for place, status, error in self._ended(self, good, bad, positions)}
         self.batch.settle_many([replaced.get(o[0], o) for o in outcomes], moved_bytes=moved)
 
