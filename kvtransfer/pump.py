@@ -224,14 +224,15 @@ class Pump:
         return all(e.handle.done() for e in transfer.earlier)
 
     def _take_back(self, transfer: Transfer) -> None:
-        """From the submitter, once it is through with it. At its deadline: let it submit no more."""
-        if transfer.handle.expired() and not transfer.handle.failed:
-            transfer.handle.fail(
-                DeadlineExceeded(
-                    f"still in flight at its deadline of {transfer.handle.deadline_s:g} s", _left(transfer.handle)
-                )
+        """From the submitter, once it is through with it. At its deadline, whoever saw that first: let it submit no
+        more, since it may be waiting for what never comes, and others wait behind it."""
+        handle = transfer.handle
+        if handle.expired() and not handle.failed:
+            handle.fail(
+                DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle))
             )
-            transfer.handle.stop_script()
+        if handle.failed:
+            handle.stop_script()
         with self._shop.lock:
             if transfer.take_back():
                 transfer.handed_over = False
