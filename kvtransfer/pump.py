@@ -139,9 +139,7 @@ class Pump:
                             return True
                     if not head.scripted:
                         head.next_chunk()
-                    elif head.hand_over():
-                        head.handed_over = True
-                    else:
+                    elif not head.hand_over():
                         return moved  # another one holds the ring
                 if head.handed_over or not head.chunks_left:
                     self._retire(head)
@@ -234,7 +232,12 @@ class Pump:
         if handle.failed:
             handle.stop_script()
         with self._shop.lock:
-            if transfer.take_back():
+            try:
+                back = transfer.take_back()
+            except BaseException as error:  # kept: it is the transfer's error; what is in flight still owns its pages
+                handle.fail(as_transfer_error(error))
+                back = True
+            if back:
                 transfer.handed_over = False
                 if transfer.handle.final_event is None:
                     transfer.finish()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtransfer.lanes import CudaLanes
+from kvtransfer.lanes import CudaLanes, Event
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import Job
 from kvtransfer.templates import Desk, Template
@@ -48,7 +48,8 @@ def template_of(shop: Workshop, transfer: HostTransfer) -> Template:
 
 
 def hand_over(transfer: HostTransfer) -> bool:
-    """Give all chunks of a started transfer to the submitter. Under the shop's lock; returns at once.
+    """Give all chunks of a started transfer to the submitter (it is `handed_over` then). Under the shop's lock; returns
+    at once.
 
     False where the ring has too few slots that nobody holds: nothing has happened, try again later.
     """
@@ -68,9 +69,13 @@ def hand_over(transfer: HostTransfer) -> bool:
         job = bound.job(slots, final, transfer.any_order)
         transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
         transfer.handed = Handed(job, slots, final, len(chunks))
+        transfer.handed_over = True
         submitter.give(job)
     except BaseException:
-        transfer.handed = None
+        if transfer.handed is not None and transfer.handed.job.given:  # a KeyboardInterrupt behind it: it is under way
+            transfer.handed.job.stop()
+            raise
+        transfer.handed, transfer.handed_over = None, False
         transfer.handle.script_ended(failed=False)
         for slot in slots:
             shop.ring.give(slot, None)
@@ -87,26 +92,28 @@ def take_back(transfer: HostTransfer) -> bool:
         return False
     lanes, handle, job = transfer.shop.lanes, transfer.handle, handed.job
     error = job.error()
-    submitted = job.chunks_submitted
-    handle.script_ended(failed=error is not None)
-    if error is not None:
-        handle.fail(error)
-    transfer.count_submitted()
-    whole = submitted > handed.chunks
-    if not whole:  # whatever was enqueued must be through before anybody writes these slots
-        for lane in (transfer.copy_lane, transfer.kernel_lane):
-            if lane != transfer.last_lane:
-                lanes.wait(transfer.last_lane, lanes.record(lane))
-    last = handed.final if whole else lanes.record(transfer.last_lane)
-    for slot in handed.slots:
-        transfer.shop.ring.give(slot, last)
-    handle.keep += [job, transfer]
+    whole = job.chunks_submitted > handed.chunks
+    last: Event | None = handed.final if whole else None
+    try:
+        handle.script_ended(failed=error is not None)
+        if error is not None:
+            handle.fail(error)
+        transfer.count_submitted()
+        handle.keep += [job, transfer]
+        if last is None:  # whatever was enqueued must be through before anybody writes these slots
+            for lane in (transfer.copy_lane, transfer.kernel_lane):
+                if lane != transfer.last_lane:
+                    lanes.wait(transfer.last_lane, lanes.record(lane))
+            last = lanes.record(transfer.last_lane)
+    finally:
+        transfer.handed = None
+        for slot in handed.slots:
+            transfer.shop.ring.give(slot, last)
+    if whole:
+        transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
     for chunk in transfer.plan.chunks[: handle.chunks_submitted]:
         for stage in ("copy", "scatter") if transfer.load else ("gather", "copy"):
             transfer.tell(stage, chunk)
-    transfer.handed = None
-    if whole:
-        transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
     return True
 
 

@@ -101,8 +101,8 @@ class Transfer(ABC):
         return False
 
     def hand_over(self) -> bool:
-        """Once started: False where it has to be tried again. Then `take_back` until that says True, and `finish`
-        where the handle has no last event by then."""
+        """Once started: False where it has to be tried again. Otherwise (and after an error that left it `handed_over`)
+        `take_back` until that says True, and `finish` where the handle has no last event by then."""
         raise TransferError("this kind of transfer is submitted chunk by chunk")
 
     def take_back(self) -> bool:

@@ -118,3 +118,97 @@ def test_a_job_stops_at_the_deadline_also_where_a_waiter_saw_it_first(
     assert late.chunks_submitted == 8 and len(late.plan.chunks) > 8
     rig.close()
     gpu.close()
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_errors_and_cancels_at_any_command_leave_what_the_states_say(
+    direction: str, seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=seed, pages=64, slots=64)
+    rng = np.random.default_rng([seed, direction == "load"])
+    ends = {"ok": 0, "not": 0}
+    for _ in range(8):
+        n = int(rng.integers(1, 12))
+        pages, slots = rng.permutation(64)[:n], rng.permutation(64)[:n]
+        old = rig.side.pages(pages) if direction == "load" else rig.slots(slots)
+        new = rig.slots(slots) if direction == "load" else rig.side.pages(pages)
+        calls, at = itertools.count(), int(rng.integers(0, 3 + 9 * n))
+        stop = bool(rng.random() < 0.3)
+        if not stop:
+            gpu.refuse = lambda call, at=at, calls=calls: call not in ("query", "mode") and next(calls) == at
+        handle = rig.engine.load(slots, pages) if direction == "load" else rig.engine.store(pages, slots)
+        if stop:
+            time.sleep(rng.random() * 0.005)
+            handle.cancel()
+        try:
+            handle.result(LIMIT_S)
+            ends["ok"] += 1
+        except (CudaError, TransferCancelled):
+            ends["not"] += 1
+        gpu.refuse = lambda call: False
+        now = rig.side.pages(pages) if direction == "load" else rig.slots(slots)
+        states = handle.states()
+        assert np.array_equal(now[states == PageState.DONE], new[states == PageState.DONE])
+        assert np.array_equal(now[states == PageState.UNTOUCHED], old[states == PageState.UNTOUCHED])
+        assert not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy()
+        assert not any(s.taken for s in rig.engine._shop.ring._slots)  # type: ignore[union-attr]
+    rig.fill_slots(range(4))
+    rig.engine.load(range(4), range(4)).result(LIMIT_S)
+    rig.close()
+    gpu.close()
+
+
+def test_an_observer_that_raises_does_not_end_a_transfer_that_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    observer = rig.engine.observer
+
+    def bug(*args: Any) -> None:
+        raise ValueError("a subscriber's bug")
+
+    gpu.held.add(rig.engine._shop.lanes.streams["copy_in"].cuda_stream)
+    with monkeypatch.context() as patch:
+        patch.setattr(observer, "submitted", bug)
+        handle = rig.engine.load(range(8), range(8))
+        until(lambda: handle.failed)
+        time.sleep(0.05)
+        assert not handle.done() and rig.pool.ledger.any_busy() and not rig.engine._shop.desks
+        gpu.held.clear()
+        with pytest.raises(TransferError, match="a subscriber's bug"):
+            handle.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(8)), rig.slots(range(8)))
+    rig.close()
+    gpu.close()
+
+
+def test_an_interrupt_behind_the_hand_over_leaves_the_job_what_it_uses(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=1, pages=64, slots=64)
+    submitter = rig.engine._shop.submitters["load"]
+    gpu.held.add(rig.engine._shop.lanes.streams["copy_in"].cuda_stream)
+    give = submitter.give
+    jobs: list[Any] = []
+
+    def interrupted(job: Any) -> None:
+        give(job)
+        jobs.append(job)
+        until(lambda: job.chunks_submitted == 8)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submitter, "give", interrupted)
+        handle = rig.engine.load(range(60), range(60))
+        until(lambda: handle.failed)
+    until(lambda: handle.fully_submitted)
+    time.sleep(0.02)
+    assert not handle.done() and rig.pool.ledger.any_busy(), "eight chunks are on their way"
+    gpu.held.clear()
+    with pytest.raises(TransferError, match="KeyboardInterrupt"):
+        handle.result(LIMIT_S)
+    assert jobs[0].ended and jobs[0].chunks_submitted == 8 == handle.chunks_submitted
+    assert not any(s.taken for s in rig.engine._shop.ring._slots)  # type: ignore[union-attr]
+    rig.close()
+    gpu.close()
