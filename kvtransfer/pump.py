@@ -226,9 +226,7 @@ class Pump:
         more, since it may be waiting for what never comes, and others wait behind it."""
         handle = transfer.handle
         if handle.expired() and not handle.failed:
-            handle.fail(
-                DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle))
-            )
+            handle.fail(DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle)))
         if handle.failed:
             handle.stop_script()
         with self._shop.lock:

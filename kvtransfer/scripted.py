@@ -14,7 +14,7 @@ import torch
 from kvtransfer.lanes import CudaLanes, Event
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import Job
-from kvtransfer.templates import Desk, Template
+from kvtransfer.templates import MOST_WAITS, Desk, Template
 from kvtransfer.workshop import Workshop
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ def hand_over(transfer: HostTransfer) -> bool:
         bound = desk.bind(template_of(shop, transfer), pages)
         final = torch.cuda.Event()
         final.record(shop.lanes.streams[transfer.last_lane])  # makes the driver's handle
-        job = bound.job(slots, final, transfer.any_order)
+        waits = transfer.waits()
+        for lane, event in waits[MOST_WAITS:]:
+            shop.lanes.wait(lane, event)
+        before = [(shop.lanes.streams[lane].cuda_stream, _handle(event)) for lane, event in waits[:MOST_WAITS]]
+        job = bound.job(slots, final, transfer.any_order, before)
         transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
         transfer.handed = Handed(job, slots, final, len(chunks))
         transfer.handed_over = True
@@ -115,6 +119,11 @@ def take_back(transfer: HostTransfer) -> bool:
         for stage in ("copy", "scatter") if transfer.load else ("gather", "copy"):
             transfer.tell(stage, chunk)
     return True
+
+
+def _handle(event: Event) -> int:
+    assert isinstance(event, torch.cuda.Event)
+    return int(event.cuda_event)
 
 
 def _desk(shop: Workshop, pages: int) -> Desk:

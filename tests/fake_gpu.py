@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +25,7 @@ from engine_helpers import LIMIT_S, Rig, make_rig
 from numpy.typing import NDArray
 
 from kvtransfer.dma import CopyEngine, TorchCopyEngine
+from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.coalesce import Box, Geometry
 from kvtransfer.kernels.digest import box_digests
 from kvtransfer.kernels.launch import RELAYOUT_TILE_BYTES, RELAYOUT_WARPS
@@ -34,6 +34,7 @@ from kvtransfer.kernels.table import CopyTable, build_table
 from kvtransfer.lanes import LANES, CudaLanes, RelayoutTask
 from kvtransfer.plan import staged_boxes
 from kvtransfer.submitter import Launch, Submitter, build
+from kvtransfer.templates import CHUNKS_AHEAD
 from kvtransfer.workshop import Workshop
 
 FAILED = 700  # what a refused call returns
@@ -47,7 +48,9 @@ class Passed:
 
 
 class Gpu:
-    """Streams by handle, each a queue; a thread runs them. ``hold`` keeps chosen streams from moving."""
+    """Streams by handle, each a queue; a thread runs them, but for those that are ``held``."""
+
+    driver: FakeDriver
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -200,6 +203,18 @@ def move(table: CopyTable, src_shift: int, dst_shift: int, src_ids: Any, dst_ids
                 ctypes.memmove(d, s, piece)
 
 
+def lane(rig: Rig, name: str) -> int:
+    """Handle of one of the engine's streams: what `Gpu.held` takes."""
+    return cast(FakeStream, rig.engine._shop.lanes.streams[name]).cuda_stream
+
+
+def on_their_way(*handles: TransferHandle) -> bool:
+    """Whether each has submitted as much as may be, while the GPU stands still."""
+    for handle in handles:
+        handle.poll()
+    return all(handle.chunks_submitted == CHUNKS_AHEAD for handle in handles)
+
+
 def words(address: int, count: int) -> NDArray[np.int64]:
     return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_int64)), (count,))
 
@@ -211,6 +226,7 @@ class FakeDriver:
 
     def __init__(self, gpu: Gpu, verify: bool, spec: Any) -> None:
         self.gpu, self.verify, self.spec = gpu, verify, spec
+        self.batches: list[list[tuple[int, int, int]]] = []  # (destination, source, bytes) of each copy asked for
         p, u, i, q = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
         types = {
             "batch": (p, p, p, q, p, p, q, q), "wait": (q, q, u), "record": (q, q), "query": (q,),
@@ -238,6 +254,7 @@ class FakeDriver:
 
     def do_batch(self, dst: int, src: int, sizes: int, n: int, _a: Any, _f: Any, _k: int, stream: int) -> None:
         rows = list(zip(*(words(a, n).tolist() for a in (dst, src, sizes)), strict=True))
+        self.batches.append(rows)
         self.gpu.put(stream, "work", lambda: [ctypes.memmove(*row) for row in rows])
 
     def do_wait(self, stream: int, event: int, flags: int) -> None:
@@ -313,7 +330,7 @@ def scripted_rig(
                 table = shop.geometry(kind, box)[1]
                 assert table is not None
                 shop.launches[(kind, *tile_constants(table).items())] = Launch(1, 256, 0, WIDTHS)
-    driver = FakeDriver(gpu, verify, spec)
+    driver = gpu.driver = FakeDriver(gpu, verify, spec)
     for direction in ("load", "store"):
         shop.submitters[direction] = Submitter(build(folder), cast(CopyEngine, driver), 1)
     return rig, gpu
