@@ -320,3 +320,27 @@ def test_what_never_ran_still_keeps_those_behind_it_in_order(monkeypatch: pytest
     assert np.array_equal(rig.side.pages([11]), rows)
     rig.close()
     gpu.close()
+
+
+def test_who_waits_for_all_of_a_job_sleeps_until_its_last_event(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    submitter, copies, looks = rig.engine._shop.submitters["load"], itertools.count(), itertools.count()
+    real = submitter.await_chunks
+
+    def slow(call: str) -> bool:
+        if call == "copy" and next(copies) == 1:  # the digests, behind the last chunk
+            time.sleep(0.2)
+        return False
+
+    def counted(job: Any, count: int) -> None:
+        next(looks)
+        real(job, count)
+
+    gpu.refuse = slow
+    monkeypatch.setattr(submitter, "await_chunks", counted)
+    handle = rig.engine.load(range(4), range(4))
+    handle._recorded(lambda: handle.final_event)
+    assert next(looks) < 100, "5 ms each"
+    handle.result(LIMIT_S)
+    rig.close()
+    gpu.close()
