@@ -461,8 +461,7 @@ class TransferEngine:
                 try:
                     transfer.start()
                     if transfer.scripted:
-                        transfer.handed_over = transfer.hand_over()
-                        waits = not transfer.handed_over
+                        waits = not transfer.hand_over()
                     while not transfer.scripted and transfer.chunks_left and not transfer.handle.cancelled:
                         transfer.next_chunk()
                 except BaseException as error:  # kept: it is the transfer's error, raised by whoever waits

@@ -48,8 +48,8 @@ class StagingRing:
 
     @property
     def share(self) -> int:
-        """Slots that one direction may hold at once."""
-        return max(1, len(self._slots) // 2)
+        """Slots that one direction may hold at once (see `try_take`); 0 where there are too few to hold any."""
+        return len(self._slots) // 2
 
     @classmethod
     def create(cls, device: torch.device, staging_bytes: int, observer: Observer) -> StagingRing | None:
@@ -69,9 +69,15 @@ class StagingRing:
             return self._take(1)[0]
 
     def try_take(self, count: int) -> list[RingSlot] | None:
-        """The next ``count`` slots that nobody holds, all at once; None where there are fewer. Never waits."""
+        """The next ``count`` slots that nobody holds, to be held for a while, or one less; None where fewer can be had.
+        Never waits.
+
+        One slot is always left to `take`, whose caller gives it back at once. Without it `take` could wait for ever,
+        under its engine's lock, for slots that only somebody with that lock gives back.
+        """
         with self._changed:
-            return self._take(count) if sum(not s.taken for s in self._slots) >= count else None
+            found = min(count, sum(not s.taken for s in self._slots) - 1)
+            return self._take(found) if found >= max(1, count - 1) else None
 
     def _take(self, count: int) -> list[RingSlot]:
         turn = [self._slots[(self._next + i) % len(self._slots)] for i in range(len(self._slots))]

@@ -178,3 +178,23 @@ def test_shared_by_threads_that_all_use_it_at_once() -> None:
     assert not errors
     for rig in rigs:
         rig.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 12])
+def test_slots_that_are_held_leave_one_to_who_gives_it_back_at_once(slots: int) -> None:
+    ring = StagingRing(CPU, slots * SLOT_ALIGNMENT, slots)
+    held: list[list[RingSlot]] = []
+    while ring.share and (some := ring.try_take(ring.share)) is not None:
+        assert len(some) in (ring.share, ring.share - 1)
+        held.append(some)
+    assert len(held) == (2 if slots > 3 else slots // 2), "both directions have their share"
+    indices = {s.index for some in held for s in some}
+    assert len(indices) == sum(len(some) for some in held) < slots
+    for _ in range(3):
+        slot = ring.take()  # would wait for ever
+        assert slot.index not in indices and ring.try_take(1) is None
+        ring.give(slot, None)
+    for some in held:
+        for slot in some:
+            ring.give(slot, None)
+    assert (ring.share == 0) or ring.try_take(ring.share) is not None
