@@ -41,6 +41,17 @@ class OwnershipError(KVTransferError, RuntimeError):
     """A page or slot is used against its state: freed twice, or freed while a transfer owns it."""
 
 
+class RankError(KVTransferError, RuntimeError):
+    """Ranks that share a cache can't agree: `ranks` are those that died, are late, or do something else.
+
+    The survivors raise it alike. What has been agreed before stays; nothing more can be.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks: tuple[int, ...] = tuple(ranks)
+
+
 class TransferError(KVTransferError, RuntimeError):
     """A transfer did not complete. `pages` holds positions in the call's id list that are not usable."""
 
