@@ -54,7 +54,7 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """``used_pages`` are there, on their way, or not yet confirmed gone. ``counters``: pages by what became of them
+    """``used_pages`` are there, on their way, or not yet confirmed gone (not counted of a shared tier: 0). ``counters``: pages by what became of them
     (hit, written, read, failed, evicted, dropped ...)."""
 
     capacity_pages: int | None
@@ -71,6 +71,7 @@ class Book:
         self.name = plan.name
         self.is_slots = plan.kind == "slots"
         self.by_key = plan.kind in ("keys", "shared")
+        self.counted = plan.kind != "shared"  # hints come and go with the tree
         self.write = writing(plan.write)
         self.ask = plan.kind == "shared" if plan.ask is None else plan.ask
         self.attached = True
@@ -93,7 +94,7 @@ class Book:
 
     def take(self, n: int, after: int | None = None) -> Ids:
         """Room for ``n`` pages: their slots, or zeros where there are none."""
-        self.used += n
+        self.used += n if self.counted else 0
         return self.extents.allocate(n, after) if self.is_slots else np.zeros(n, dtype=np.int64)
 
     def give(self, slots: Ids) -> None:
@@ -103,7 +104,7 @@ class Book:
             self._doomed[slots[read]] = True
             slots = slots[~read]
             self.extents.free(slots)
-        self.used -= slots.size
+        self.used -= slots.size if self.counted else 0
 
     def begin_read(self, slots: Ids) -> None:
         """A command reads ``slots`` (distinct) until `end_read`."""

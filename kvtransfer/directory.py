@@ -200,13 +200,13 @@ class Directory(Keeping):
             for node in self._index.path(found.node):
                 if policy.now(node.hits) or (leaving and policy.on_evict):
                     wanted |= (pages >= node.start) & (pages < node.end)
-            if not wanted.all():
-                self._remember(found.node)
-                job.detail = "left out by the write policy"
-                self._tell(job, pages[~wanted], CANCELLED)
             if wanted.any():
                 move = Move(found.node, scope, pages[wanted], None, self._host.name, ids[wanted], job)
                 self._begin(move)
+            if not wanted.all():
+                job.detail = "left out by the write policy"
+                self._tell(job, pages[~wanted], CANCELLED)
+                self._remember(found.node)
             return job
 
     def prefetch(self, tokens: Tokens, scope: Scope | None = None, *, request: Hashable | None = None) -> PrefetchJob:

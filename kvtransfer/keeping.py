@@ -180,7 +180,7 @@ class Keeping(Prefetching):
 
     def _remember(self, node: Node) -> None:
         """Keep a node that nothing is stored of, so that its hits are counted; the oldest such nodes go."""
-        if node not in self._ghosts:
+        if node not in self._ghosts and node.parent is not None:
             node.pins += 1
             self._ghosts[node] = node.pages
         while sum(self._ghosts.values()) > self._ghost_room:

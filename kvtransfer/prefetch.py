@@ -125,8 +125,7 @@ class Prefetching(Answers):
             there = np.flatnonzero(codes[: stop - known] == OK) + known
             if there.size:
                 there = there[index.codes(found, name, int(there[0]))[there - there[0]] == ABSENT]
-                index.write(found.node, name, there, np.zeros(there.size, dtype=np.int64))
-                book.used += there.size
+                index.write(found.node, name, there, book.take(there.size))
             gone = np.flatnonzero((codes[: stop - known] != OK) & (codes[: stop - known] != WAITING)) + known
             if gone.size:
                 self._lost(found.node, book, gone, None)

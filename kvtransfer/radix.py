@@ -86,16 +86,18 @@ class RadixTree:
     def keys(self, found: Match, first: int = 0) -> list[bytes]:
         """Page keys (keys.py) of the pages from ``first`` on: computed once a node, and kept."""
         with self.mutex:
-            parent, out = b"", []
+            parent, width = b"", self._key_bytes
+            out: list[bytes] = []
             for node in self.path(found.node):
+                a, b = max(first, node.start) - node.start, min(found.pages, node.end) - node.start
                 if node.keys is None:
                     ids = np.frombuffer(node.edge, dtype="<u4")
-                    node.keys = b"".join(page_keys(ids, self.page_size, parent, algorithm=self.algorithm))
-                width, keys = self._key_bytes, node.keys
-                parent = keys[-width:]
-                for page in range(max(first, node.start), min(found.pages, node.end)):
-                    at = (page - node.start) * width
-                    out.append(keys[at : at + width])
+                    keys = page_keys(ids, self.page_size, parent, algorithm=self.algorithm)
+                    node.keys = b"".join(keys)
+                    out += keys[a:b]
+                else:
+                    out += [node.keys[at * width : (at + 1) * width] for at in range(a, b)]
+                parent = node.keys[-width:]
             return out
 
     def tokens(self, found: Match, first: int = 0) -> bytes:

@@ -75,12 +75,10 @@ class Victims:
                     self._nodes[node] = None
                     heapq.heappush(heap, (current, next(self._serial), node))
                     continue
-                if self._must_stay(node, heap, left):
-                    left.append(node)
-                    continue
-                yield node
-                if node not in self._nodes and self.is_candidate(node):
-                    left.append(node)
+                stays = self._must_stay(node, heap, left)
+                left.append(node)
+                if not stays:
+                    yield node
         finally:
             self._ranking = None
             for node in left:

@@ -156,7 +156,7 @@ class Memory:
         return status
 
     def drain(
-        self, directory: Directory, status: Callable[[Command], PageStatus] = lambda command: GOOD, limit: int = 10_000
+        self, directory: Directory, status: Callable[[Command], PageStatus] = lambda command: GOOD, limit: int = 200
     ) -> None:
         """Carry out everything, in order, until nothing is left."""
         for _ in range(limit):
@@ -202,7 +202,7 @@ def check_directory(directory: Directory) -> None:
                     readers[flight.read[~flight.answered]] += 1
             assert (readers == book.readers).all() and (book.readers[doomed] > 0).all()
         else:
-            assert book.used == here.size + coming.size
+            assert book.used == (here.size + coming.size if book.plan.kind != "shared" else 0)
         assert book.capacity is None or book.used <= book.capacity or book.by_key
         assert book.leaving >= 0
         if not flights and not directory._waiting:

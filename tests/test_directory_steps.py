@@ -21,8 +21,15 @@ from kvtransfer.tiers.base import PageStatus
 
 QUICK = settings(max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 LONG = settings(QUICK, max_examples=1000, stateful_step_count=50)
+NO_ROOM = PageStatus.NO_ROOM
 SCOPES = (Scope(), Scope(b"n" * 32, b"s"))
-tokens_of = st.lists(st.integers(0, 1), max_size=24)
+TRUNK = [0, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1, 0]
+BRANCHES = (TRUNK, TRUNK[:16] + [7] * 8, TRUNK[:9] + [5] * 15, TRUNK[:2] + [3] * 22, [4] * 24)
+tokens_of = st.builds(
+    lambda branch, n: list(BRANCHES[branch][:n]),
+    st.sampled_from([0, 0, 1, 2, 3, 4]),
+    st.sampled_from([24, 24, 17, 12, 9, 5, 1, 0]),
+)
 outcomes = st.sampled_from([GOOD, GOOD, GOOD, GOOD, LOST, BROKEN, FULL, PageStatus.CORRUPT, PageStatus.CANCELLED])
 
 
@@ -30,12 +37,16 @@ class DirectorySteps(RuleBasedStateMachine):
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         self.page_size = data.draw(st.integers(1, 2))
-        evict = st.sampled_from(sorted(EVICTION))
-        write = st.sampled_from(sorted(WRITING))
+        evict = st.sampled_from([*EVICTION])
+        write = st.sampled_from([*WRITING])
         tiers = [TierPlan("device", "device", evict=data.draw(evict))] if data.draw(st.booleans()) else []
-        tiers.append(TierPlan("host", "slots", data.draw(st.integers(1, 12)), 14, data.draw(evict), data.draw(write)))
+        tiers.append(
+            TierPlan(
+                "host", "slots", data.draw(st.sampled_from([14, 13, 8, 3, 1])), 14, data.draw(evict), data.draw(write)
+            )
+        )
         if data.draw(st.booleans()):
-            room = data.draw(st.sampled_from([None, 3, 30]))
+            room = data.draw(st.sampled_from([30, None, 3]))
             ask = data.draw(st.booleans())
             tiers.append(TierPlan("disk", "keys", room, None, data.draw(evict), data.draw(write), ask))
         if data.draw(st.booleans()):
@@ -94,6 +105,28 @@ class DirectorySteps(RuleBasedStateMachine):
         pages = self.memory.fill(tokens, scope, first)
         job = self.directory.store(tokens, pages, scope, first=first, priority=priority, leaving=leaving)
         self.job(job)
+
+    @rule(scope=st.sampled_from(SCOPES), tokens=tokens_of, at_once=st.booleans(), flush=st.booleans())
+    def serve(self, scope: Scope, tokens: list[int], at_once: bool, flush: bool) -> None:
+        """A request as it comes: prefetch, match, load, store."""
+        if flush:
+            self.directory.flush("host")
+        fetch = self.job(self.directory.prefetch(tokens, scope))
+        if at_once:
+            self.memory.drain(self.directory)
+        self.directory.stop(fetch)
+        with self.directory.match(tokens, scope) as hit:
+            pages = self.memory.room(hit.pages - hit.device_pages)
+            load = self.job(self.directory.load(hit, pages))
+            self.loads.append((load, tokens, pages, scope))
+        if at_once:
+            self.memory.drain(self.directory)
+            lost = self.directory.figures().tiers["host"].counters.get("lost", 0)
+            assert lost or load.usable_pages == len(pages) or NO_ROOM in load.statuses
+        stored = self.job(self.directory.store(tokens, self.memory.fill(tokens, scope), scope, leaving=True))
+        if at_once:
+            self.memory.drain(self.directory)
+            assert stored.done
 
     @rule(scope=st.sampled_from(SCOPES), tokens=tokens_of)
     def place(self, scope: Scope, tokens: list[int]) -> None:
