@@ -8,6 +8,8 @@ many a process has made: ranks that made different numbers would wait for each o
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -69,14 +71,15 @@ class Link:
         self._group = make_pair(store, name, peer, middle=middle, start_s=start_s, timeout_s=start_s)
 
     def expect(self) -> None:
-        """Be ready for the next message, so that its sender is done. Does not wait."""
+        """Be ready for the next message, so that its sender is done. Does not wait. RankError if the other has died."""
         if self._pending is None:
-            self._pending = self._group.recv([self._frame], self._other, 0)
+            with self._blaming():
+                self._pending = self._group.recv([self._frame], self._other, 0)
 
     def receive(self, until: float) -> bytes:
         """The next message. RankError with the other's number if it has died, or has sent nothing by ``until``."""
-        try:
-            self.expect()
+        self.expect()
+        with self._blaming():
             self._pending.wait(left(until))
             self._pending = None
             data, more = from_frame(self._frame)
@@ -84,23 +87,25 @@ class Link:
                 rest = torch.empty(more, dtype=torch.uint8)
                 self._group.recv([rest], self._other, 0).wait(left(until))
                 data += rest.numpy().tobytes()
-        except RuntimeError as error:
-            raise RankError(f"rank {self.peer} {fate(error)}", [self.peer]) from error
         return data
 
     def send(self, data: bytes) -> None:
         """Send a message; `sent` waits for it. RankError if the other has died."""
-        try:
+        with self._blaming():
             self._sending += [(self._group.send([part], self._other, 0), part) for part in to_parts(data)]
-        except RuntimeError as error:
-            raise RankError(f"rank {self.peer} {fate(error)}", [self.peer]) from error
 
     def sent(self, until: float) -> None:
         """Wait until the other takes what was sent. RankError if it has died, or has not taken it by ``until``."""
         sending, self._sending = self._sending, []
-        try:
+        with self._blaming():
             for work, _ in sending:
                 work.wait(left(until))
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        """gloo's errors as ours, with the other's number."""
+        try:
+            yield
         except RuntimeError as error:
             raise RankError(f"rank {self.peer} {fate(error)}", [self.peer]) from error
 

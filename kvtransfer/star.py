@@ -89,8 +89,8 @@ class Star:
         until = time.monotonic() + self._deadline_s
         reports = {self.rank: report}
         astray: dict[int, str] = {}
-        for link in self._alive():
-            link.expect()
+        if not self._lost:  # else that is what this round is about
+            self._try(self._alive(), Link.expect)
         for link in self._alive() if not self._lost else ():
             try:
                 message = msgspec.msgpack.decode(link.receive(until), type=_Message)
@@ -104,15 +104,15 @@ class Star:
             problem = "; ".join([*self._lost.values(), *astray.values()])
             problem = f"{self.name}, round {self.rounds} ({kind}): {problem}"
             ranks = tuple(sorted({*self._lost, *astray}))
-            self._tell(_Message(self.rounds, kind, problem=problem, ranks=ranks), until + self._deadline_s)
+            self._tell(_Message(self.rounds, kind, problem=problem, ranks=ranks))
             raise RankError(problem, ranks)
         try:
             decision = decide({rank: reports[rank] for rank in self.ranks})
         except BaseException as error:
             problem = f"{self.name}, round {self.rounds} ({kind}): rank {self.rank} could not decide: {one_line(error)}"
-            self._tell(_Message(self.rounds, kind, problem=problem), until)
+            self._tell(_Message(self.rounds, kind, problem=problem))
             raise
-        self._tell(_Message(self.rounds, kind, decision), until)
+        self._tell(_Message(self.rounds, kind, decision))
         return decision
 
     def _outside(self, kind: str, report: bytes) -> bytes:
@@ -129,17 +129,21 @@ class Star:
     def _alive(self) -> list[Link]:
         return [link for link in self._links.values() if link.peer not in self._lost]
 
-    def _tell(self, message: _Message, until: float) -> None:
+    def _tell(self, message: _Message) -> None:
         """To all that are left. Who does not take it is told of in the next round, to all alike."""
         data = msgspec.msgpack.encode(message)
+        until = time.monotonic() + self._deadline_s
         alive = self._alive()
-        steps: list[Callable[[Link], None]] = [lambda link: link.send(data), lambda link: link.sent(until)]
-        for step in steps:
-            for link in alive:
-                try:
-                    step(link)
-                except RankError as error:
-                    self._lost.setdefault(link.peer, str(error))
+        self._try(alive, lambda link: link.send(data))
+        self._try(alive, lambda link: link.sent(until))
+
+    def _try(self, links: Sequence[Link], step: Callable[[Link], None]) -> None:
+        """Do ``step`` with each; those with which it fails are lost."""
+        for link in links:
+            try:
+                step(link)
+            except RankError as error:
+                self._lost.setdefault(link.peer, str(error))
 
 
 class _OnlyThisRound(RankError):

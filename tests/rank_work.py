@@ -141,7 +141,7 @@ def decisions(
 def until_lost(group: RankGroup, victim: int, how: str, at: int, hold_s: float) -> dict[str, Any]:
     """Rounds until one rank is lost. The survivors tell which, when, and what the next round says."""
     try:
-        for operation in range(1000):
+        for operation in range(100):
             if group.rank == victim and operation == at:
                 if how == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
