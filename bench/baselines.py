@@ -172,13 +172,16 @@ class LaunchALayer(Baseline):
             torch.cuda.synchronize(rig.device)
 
     def move(self) -> None:
+        for layer in range(self.rig.shape.layers):
+            self.move_layer(layer)
+
+    def move_layer(self, layer: int) -> None:
+        """Enqueue one layer on the current stream, or copy it."""
         src, dst = self.ids
         if self.stream is None:
-            for geometry in self.geometries:
-                relayout_reference(geometry, self.tensors[0], self.tensors[1], src, dst)
+            relayout_reference(self.geometries[layer], self.tensors[0], self.tensors[1], src, dst)
             return
-        for table in self.tables:
-            mapped_copy(table, self.rig.count, self.flags, CTAS, src_ids=src, dst_ids=dst)
+        mapped_copy(self.tables[layer], self.rig.count, self.flags, CTAS, src_ids=src, dst_ids=dst)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

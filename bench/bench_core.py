@@ -1,156 +1,164 @@
-"""Loads and stores of 1 GiB against one large pinned copy, and how long a call holds its caller.
+"""Loads and stores against one large copy, and how long a call holds its caller: the short form of `bench_transfer` and
+`bench_submit`.
 
-    python bench/bench_core.py [--json FILE] [--quick] [--repeats N]
+    python bench/bench_core.py [--quick] [--json FILE] [--plot FILE]
 
-32 layers, K and V of 8 heads x 128 in bf16, 8,192 tokens, pages in random order on both sides, every byte
-compared afterwards. Prints for each case the path, the median and spread of the GPU's clock, GB/s and the
-share of a large copy in that direction, measured in turn with it, then the time that ``load()`` and ``store()``
-hold their caller while another thread launches a forward.
+32 layers, K and V of 8 heads x 128 in bf16, 8,192 tokens (1 GiB), pages of 1, 16 and 64 in random order on both sides,
+every path that can carry them, every byte compared afterwards. Then the time that ``load()`` and ``store()`` hold their
+caller, alone and while another thread launches a forward. Without a GPU the same code runs on the CPU backend with a
+megabyte in 8 layers of one head.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from harness import LargeCopy, Row, measure
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-from rigs import Rig, Shape
+from report import checked, exit_status, finish, parser, print_table, progress
+from rigs import LIMIT_S, SHAPES, Rig, Shape, device_of
 from works import EngineWork
 
-LAYERS, HEADS, DIM, TOKENS = 32, 8, 128, 8192
+from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.errors import ConfigError
+
+GPU_SHAPE, CPU_SHAPE = SHAPES["llama8b"], Shape("tiny", 8, (("k", 1, 256), ("v", 1, 256)))
+TOTAL_BYTES, CPU_BYTES = 1 << 30, 1 << 20
+PAGE_SIZES, CALL_PAGE_SIZES = (1, 16, 64), (1, 16)
+PATHS = ("auto", "staged", "mapped")
+CALLS = ("load", "store", "load layer-wise")
+BUSY_SIZE, CPU_BUSY_SIZE = 4096, 64  # hidden size of the forward beside calls
+
+CallTimes = dict[str, dict[str, float]]
+"""Median milliseconds of each call, by what was moved and what ran beside it."""
 
 
-def large_copy(direction: str, nbytes: int, repeats: int) -> float:
-    """GB/s of one pinned copy of ``nbytes``: the limit."""
-    limit = LargeCopy(torch.device("cuda", torch.cuda.current_device()), nbytes)
-    limit.seconds(direction)
-    limit.seen.clear()
-    for _ in range(repeats):
-        limit.seconds(direction)
-    return limit.gbps(direction).median
+def shape_for(device: torch.device) -> Shape:
+    """What is moved: layers and rows of a model, or few and small ones on the CPU."""
+    return GPU_SHAPE if device.type == "cuda" else CPU_SHAPE
 
 
-class Setup(Rig):
-    """A rig of the benchmark's model on the GPU."""
+@contextmanager
+def forward_beside(device: torch.device, wanted: bool) -> Iterator[None]:
+    """Beside a thread that launches small layers without end, as an eager forward does, where ``wanted``."""
+    stop = threading.Event()
+    on_gpu = device.type == "cuda"
+    size, dtype = (BUSY_SIZE, torch.bfloat16) if on_gpu else (CPU_BUSY_SIZE, torch.float32)
 
-    def __init__(self, page_size: int, tokens: int, layers: int, *, script: bool = True) -> None:
-        shape = Shape("llama8b", layers, (("k", HEADS, 2 * DIM), ("v", HEADS, 2 * DIM)))
-        total = layers * 2 * HEADS * DIM * 2 * tokens
-        super().__init__(shape, page_size, total, torch.device("cuda", torch.cuda.current_device()), script=script)
+    def launch() -> None:
+        weight = torch.randn(size, size, device=device, dtype=dtype)
+        x = torch.randn(256, size, device=device, dtype=dtype)
+        stream = torch.cuda.Stream(device) if on_gpu else None
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                for _ in range(50):
+                    x = torch.nn.functional.rms_norm(x @ weight, (size,))
+                if stream is not None:
+                    stream.synchronize()
 
-    def exact(self) -> bool:
-        """Whether the pool's pages hold the slots' bytes."""
-        return self.holds(self.pages, self.slots)
-
-
-def busy_forward(stop: threading.Event, stream: torch.cuda.Stream) -> None:
-    """Launch small layers without end, as an eager forward does."""
-    torch.cuda.set_device(0)
-    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
-    with torch.cuda.stream(stream):
-        while not stop.is_set():
-            for _ in range(50):
-                x = torch.nn.functional.rms_norm(x @ weight, (4096,))
-            stream.synchronize()
-
-
-def call_times(setup: Setup, busy: bool, repeats: int) -> dict[str, float]:
-    """Median milliseconds for which load() and store() hold their caller."""
-    stop, stream = threading.Event(), torch.cuda.Stream()
-    thread = threading.Thread(target=busy_forward, args=(stop, stream))
-    if busy:
-        thread.start()
+    thread = threading.Thread(target=launch, name="forward")
+    if not wanted:
+        yield
+        return
+    thread.start()
+    try:
         time.sleep(0.5)
-    out = {}
-    calls: dict[str, Callable[[], object]] = {
-        "load": lambda: setup.engine.load(setup.slots, setup.pages),
-        "store": lambda: setup.engine.store(setup.pages, setup.slots),
-        "load layer-wise": lambda: setup.engine.load(setup.slots, setup.pages, layerwise=True),
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def call_times(rig: Rig, repeats: int) -> dict[str, float]:
+    """Median milliseconds for which load() and store() hold their caller."""
+    engine = rig.engine
+    calls: dict[str, Callable[[], TransferHandle]] = {
+        "load": lambda: engine.load(rig.slots, rig.pages),
+        "store": lambda: engine.store(rig.pages, rig.slots),
+        "load layer-wise": lambda: engine.load(rig.slots, rig.pages, layerwise=True),
     }
+    out = {}
     for name, call in calls.items():
         times = []
         for _ in range(repeats):
             started = time.perf_counter()
             handle = call()
             times.append(time.perf_counter() - started)
-            handle.result(60)  # type: ignore[attr-defined]
+            handle.result(LIMIT_S)
         out[name] = statistics.median(times) * 1e3
-    stop.set()
-    if busy:
-        thread.join()
     return out
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="an eighth of the bytes")
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench_core: needs a GPU: its figures are shares of a PCIe link", file=sys.stderr)
-        return 2
-    tokens = TOKENS // 8 if args.quick else TOKENS
-    total = LAYERS * 2 * HEADS * DIM * 2 * tokens
-    console = Console(stderr=True)
-    limit = LargeCopy(torch.device("cuda", torch.cuda.current_device()), total)
+def cases() -> list[tuple[str, str, str]]:
+    """(direction, mode, path) of what is measured with each page size."""
+    bulk = [(direction, "bulk", path) for direction in ("load", "store") for path in PATHS]
+    return [*bulk, ("load", "layerwise", "auto"), ("load", "layerwise", "mapped")]
+
+
+def run(
+    limit: LargeCopy, *, repeats: int, call_repeats: int, seed: int = 0, step: Callable[[str], None] = lambda _: None
+) -> tuple[list[Row], CallTimes, list[tuple[str, str]]]:
+    """Transfers of as many bytes as ``limit`` copies: (rows, calls, (case, reason) of those that no path can carry)."""
     rows: list[Row] = []
-    calls: dict[str, dict[str, float]] = {}
-    cases: list[tuple[int, str, str | None, bool]] = []
-    for size in (1, 16, 64):
-        for direction in ("load", "store"):
-            cases += [(size, direction, path, False) for path in (None, "staged", "mapped")]
-        cases += [(size, "load", None, True), (size, "load", "mapped", True)]
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=len(cases) + 4)
-        for size in (1, 16, 64):
-            setup = Setup(size, tokens, LAYERS)
-            for _, direction, path, layerwise in (c for c in cases if c[0] == size):
-                name = f"{direction}{' layer-wise' if layerwise else ''}, pages of {size}"
-                mode = "layerwise" if layerwise else "bulk"
-                work = EngineWork(setup, direction, path=path or "auto", mode=mode, name=name)
-                rows.append(measure(work, limit, repeats=args.repeats))
-                progress.advance(task)
-            if size in (1, 16):
-                for busy in (False, True):
-                    key = f"{len(setup.slots)} pages of {size}, {'beside a forward' if busy else 'alone'}"
-                    calls[key] = call_times(setup, busy, 100)
-                    progress.advance(task)
-            setup.close()
-            del setup
+    calls: CallTimes = {}
+    skipped: list[tuple[str, str]] = []
+    for size in PAGE_SIZES:
+        with Rig(shape_for(limit.device), size, limit.nbytes, limit.device, seed=seed) as rig:
+            for direction, mode, path in cases():
+                name = f"{direction}{' layer-wise' * (mode == 'layerwise')}, pages of {size}"
+                step(f"{name} [{path}]")
+                try:
+                    work = EngineWork(rig, direction, path=path, mode=mode, name=name)
+                except ConfigError as error:  # this path can't carry it: said below
+                    skipped.append((f"{name} [{path}]", str(error)))
+                    continue
+                rows.append(measure(work, limit, repeats=repeats))
+            for busy in (False, True) if size in CALL_PAGE_SIZES else ():
+                name = f"{rig.count:,} pages of {size}, {'beside a forward' if busy else 'alone'}"
+                step(name)
+                with forward_beside(limit.device, busy):
+                    calls[name] = call_times(rig, call_repeats)
+        if limit.device.type == "cuda":
             torch.cuda.empty_cache()
-    limits = {d: limit.gbps(d).median for d in ("load", "store")}
-    table = Table(title=f"{total:,} bytes; one large copy: H2D {limits['load']:.1f}, D2H {limits['store']:.1f} GB/s")
-    for column in ("case", "path", "ms (low-high)", "GB/s", "share", "exact"):
-        table.add_column(column)
-    for r in rows:
-        span = f"{r.median_s * 1e3:.2f} ({r.low_s * 1e3:.2f}-{r.high_s * 1e3:.2f})"
-        table.add_row(r.case, r.path, span, f"{r.gbps:.1f}", f"{r.share:.1%}", "yes" if r.exact else "NO")
-    out = Console(width=120)
-    out.print(table)
-    held = Table(title="time that a call holds its caller, median of 100, ms")
-    for column in ("case", "load", "store", "load layer-wise"):
-        held.add_column(column)
-    for key, times in calls.items():
-        held.add_row(key, *(f"{times[c]:.2f}" for c in ("load", "store", "load layer-wise")))
-    out.print(held)
-    if args.json:
-        sized = [asdict(r) | {"page_size": c[0]} for r, c in zip(rows, cases, strict=True)]
-        args.json.write_text(json.dumps({"limits_gbps": limits, "rows": sized, "calls_ms": calls}, indent=1))
-    return 0 if all(r.exact for r in rows) else 1
+    return rows, calls, skipped
+
+
+@exit_status
+def main(argv: Sequence[str] | None) -> int:
+    args, device = checked(parser(__doc__), argv)
+    total = TOTAL_BYTES if device.type == "cuda" else CPU_BYTES
+    limit = LargeCopy(device, total // 8 if args.quick else total)
+    repeats, call_repeats = (5, 10) if args.quick else (9, 100 if device.type == "cuda" else 10)
+    with progress(len(PAGE_SIZES) * len(cases()) + 2 * len(CALL_PAGE_SIZES)) as step:
+        rows, calls, skipped = run(
+            limit, repeats=args.repeats or repeats, call_repeats=call_repeats, seed=args.seed, step=step
+        )
+    status = finish(args, f"{limit.nbytes:,} bytes, pages in random order", rows, limit, skipped, calls_ms=calls)
+    held = [[name, *(f"{times[call]:.2f}" for call in CALLS)] for name, times in calls.items()]
+    print_table(f"ms that a call holds its caller, median of {call_repeats}", ["transfer", *CALLS], held)
+    return status
+
+
+# -- under pytest bench ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["bulk", "layerwise"])
+def test_a_load(benchmark: Any, mode: str) -> None:
+    """From its call to its end; every byte compared behind it."""
+    device = device_of("auto")
+    with Rig(shape_for(device), 16, TOTAL_BYTES // 8 if device.type == "cuda" else CPU_BYTES, device) as rig:
+        work = EngineWork(rig, "load", mode=mode)
+        benchmark.extra_info |= {"bytes": work.total_bytes, "path": work.path}
+        benchmark.pedantic(lambda: work.begin()(), rounds=5, warmup_rounds=1)
+        assert work.exact()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(None))

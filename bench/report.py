@@ -155,7 +155,7 @@ def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Seque
             f"{r.share:.1%} ({r.share_low:.1%}-{r.share_high:.1%})" + ("" if r.coverage >= 0.95 else "*"),
         ]
         if bars:
-            cells.append("\n".join(f"{what} {least:.0%} {_met(met)}" for what, least, met in r.verdicts()))
+            cells.append("\n".join(f"{what} {least:.0%} {met_text(met)}" for what, least, met in r.verdicts()))
         cells.append(f"{r.caller_us:.0f} + {r.engine_us:.0f}" + ("" if r.cpu_of == "threads" else " (process)"))
         if gemms:
             cells += [_kept(r), "" if r.gemm is None else f"{r.gemm.gbps:.1f}, {r.gemm.share:.1%}"]
@@ -176,7 +176,8 @@ def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Seque
         print(f"left out: {name}: {why}")
 
 
-def _met(met: bool) -> str:
+def met_text(met: bool) -> str:
+    """Of a bar."""
     return "met" if met else "MISSED"
 
 

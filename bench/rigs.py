@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Self
 
 import numpy as np
 import torch
@@ -186,7 +187,7 @@ class Rig:
         self.engine.close()
         self.host.close()
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -29,6 +29,10 @@ class CapacityError(TierError):
     """There is no room: the message gives what was asked, what is free, and the source of the limit."""
 
 
+class UnavailableError(TierError):
+    """A store does not answer, or gave no answer in time: its tier leaves it alone until it does."""
+
+
 class RecordError(TierError):
     """A stored page can't be used: wrong magic, version, key, length or checksum. Treat it as a miss."""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TierError,
         TransferCancelled,
         TransferError,
+        UnavailableError,
     )
     from kvtransfer.kernels.events import Observer
     from kvtransfer.kernels.layout import Layout, Part
@@ -63,6 +64,7 @@ __all__ = [
     "TransferError",
     "TransferHandle",
     "TransferResult",
+    "UnavailableError",
     "Verdict",
     "__version__",
     "layerwise",
@@ -85,6 +87,7 @@ _MODULES = {
         "TierError",
         "TransferCancelled",
         "TransferError",
+        "UnavailableError",
     ),
     "kvtransfer.kernels.events": ("Observer",),
     "kvtransfer.kernels.layout": ("Layout", "Part"),

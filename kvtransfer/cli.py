@@ -1,6 +1,7 @@
-"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `config`.
+"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `tier`, `config`.
 
-Exit status 1: the demo's outputs differ, a transfer failed, or a key could not be converted; 2: bad input.
+Exit status 1: the demo's outputs differ, a transfer failed, fsck found something wrong, a key could not be converted;
+2: bad input.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ app = typer.Typer(
 )
 timeline_app = typer.Typer(help="Read what `engine.timeline` or KVTRANSFER_TIMELINE recorded.", no_args_is_help=True)
 app.add_typer(timeline_app, name="timeline")
+tier_app = typer.Typer(help="Look into the files of a disk tier.", no_args_is_help=True)
+app.add_typer(tier_app, name="tier")
 config_app = typer.Typer(help="Check a configuration, or convert another cache's.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
@@ -138,6 +141,33 @@ def summarize(
     if html is not None:
         write_page(trace, summary, html)
         print(f"written: {html}")
+
+
+_TierPaths = Annotated[
+    str, typer.Argument(metavar="DIR", help="Paths as configured, with ; between several, or a folder below one.")
+]
+
+
+@tier_app.command()
+def inspect(paths: _TierPaths) -> None:
+    """What each process's folder holds, who owns it, and how full it is. Changes nothing; tiers may be in use."""
+    from kvtransfer.tier_tools import describe, find_tiers, inspect_tier  # noqa: PLC0415  (torch takes seconds)
+
+    print("\n\n".join(describe(inspect_tier(folders)) for folders in find_tiers(paths)))
+
+
+@tier_app.command()
+def fsck(
+    paths: _TierPaths,
+    repair: Annotated[bool, typer.Option("--repair", help="Take what is wrong out of the journal.")] = False,
+) -> None:
+    """Read and verify every record, journal and snapshot. Status 1 if something is wrong and was not repaired."""
+    from kvtransfer.tier_tools import check_tier, describe_check, find_tiers  # noqa: PLC0415  (torch takes seconds)
+
+    reports = [check_tier(folders, repair=repair) for folders in find_tiers(paths)]
+    print("\n\n".join(describe_check(report) for report in reports))
+    if not all(report.clean or report.repaired for report in reports):
+        raise typer.Exit(1)
 
 
 @config_app.command()

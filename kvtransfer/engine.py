@@ -28,7 +28,7 @@ from kvtransfer.handles import TransferHandle, Verdict
 from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
-from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TransferError
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, OwnershipError, TransferError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer, Observers, Span
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.link import LinkProfile, load_profile
@@ -47,7 +47,7 @@ from kvtransfer.workshop import FlagSets, Workshop
 if TYPE_CHECKING:
     from kvtransfer.timeline import Timeline
 
-DEFAULT_STAGING_BYTES = 192 << 20
+DEFAULT_STAGING_BYTES = 384 << 20
 MOST_PLANS = 256  # remembered
 LONGEST_DEADLINE_S = 1e6  # eleven days: what a thread can wait for is limited
 
@@ -254,7 +254,8 @@ class TransferEngine:
     def timeline(self, file: str | Path, *, link_gbps: float | None = None) -> Iterator[Timeline]:
         """While open, what happens is recorded; at the end it is written to ``file`` as a Chrome/Perfetto trace.
 
-        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints
+        link_gbps  what the link can do, for the shares that ``kvtransfer timeline summarize`` prints; None takes the
+                   measured profile's, or what PCIe can do in theory
 
         Take the results of transfers inside the block: what is not through when it ends is cut off. Not while a CUDA
         graph is captured. Raises ConfigError where the file can't be written.
@@ -349,13 +350,27 @@ class TransferEngine:
         with self._order:
             if self._closed:
                 raise TransferError("the engine is closed")
-            transfer.earlier = [t for t in claim_all(claims, transfer) if isinstance(t, Transfer)]
+            transfer.earlier = self._claim(transfer, claims)
             if transfer.by_caller:
                 self._pump.watch(transfer)
             elif here and transfer.ready():
                 self._submit_here(transfer)
             else:
                 self._pump.enqueue(transfer)
+
+    def _claim(self, transfer: Transfer, claims: list[tuple[PageLedger, Ids | None]]) -> list[Transfer]:
+        """The transfers that this one must come after. Others that own its ids, such as moves to and from lower tiers,
+        can't be waited for in stream order: OwnershipError, and nothing is claimed."""
+        earlier = claim_all(claims, transfer)
+        transfers = [t for t in earlier if isinstance(t, Transfer)]
+        if len(transfers) < len(earlier):
+            for ledger, _ in claims:
+                ledger.release(transfer)
+            raise OwnershipError(
+                f"{transfer.plan.direction}: expected pages and slots that are under transfers of engines alone, got "
+                "some under a move between tiers; wait for its handle first"
+            )
+        return transfers
 
     def _check(self, direction: str, slots: Any, pages: Any) -> tuple[Ids, Ids | None, torch.Tensor | None]:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
@@ -413,6 +428,8 @@ class TransferEngine:
     def _open_timeline(self, file: str | Path, link_gbps: float | None, *, overwrite: bool) -> Timeline:
         from kvtransfer.timeline import Timeline  # noqa: PLC0415  (most engines never open one)
 
+        if link_gbps is None and self._shop.on_gpu and self.profile.source == "measured":
+            link_gbps = self.profile.peak_gbps["h2d"]
         timeline = Timeline(file, self.pool.device, self.pool.name, link_gbps=link_gbps, overwrite=overwrite)
         self.observer.add(timeline)
         return timeline
@@ -444,8 +461,7 @@ class TransferEngine:
                 try:
                     transfer.start()
                     if transfer.scripted:
-                        transfer.handed_over = transfer.hand_over()
-                        waits = not transfer.handed_over
+                        waits = not transfer.hand_over()
                     while not transfer.scripted and transfer.chunks_left and not transfer.handle.cancelled:
                         transfer.next_chunk()
                 except BaseException as error:  # kept: it is the transfer's error, raised by whoever waits

@@ -8,7 +8,7 @@ that is through first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -18,8 +18,9 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Groups = tuple[tuple[int, int], ...]
 SLACK = 0.01  # fewer groups are worth so much: each holds the GIL for a dozen driver calls
 
-GroupSeconds = Callable[[int], tuple[float, float]]
-"""Bytes of a group a page -> (seconds on the copy lane, seconds from there until its layers can be used)."""
+GroupSeconds = Callable[[int, bool], tuple[float, float]]
+"""(bytes of a group a page, whether it is the first group) -> (seconds on the copy lane, seconds from there until its
+layers can be used)."""
 
 
 def layer_groups(
@@ -53,7 +54,7 @@ def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, laye
     """
     lane = arrived = done = 0.0
     for start, stop in groups:
-        copy, lag = group_s(ends[stop] - ends[start])
+        copy, lag = group_s(ends[stop] - ends[start], start == 0)
         lane += copy
         arrived = lane + lag
         done = max(done, arrived) + (stop - start) * layer_s
@@ -67,12 +68,7 @@ def best_groups(ends: Sequence[int], group_s: GroupSeconds, layer_times: Sequenc
     best of each is smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
     again), except single layers.
     """
-    known: dict[int, tuple[float, float]] = {}
-
-    def seconds(nbytes: int) -> tuple[float, float]:
-        if nbytes not in known:
-            known[nbytes] = group_s(nbytes)
-        return known[nbytes]
+    seconds = cache(group_s)
 
     fitting = [
         p

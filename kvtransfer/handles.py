@@ -253,7 +253,8 @@ class TransferHandle:
         states = np.where(touched > 0, PageState.INVALID, PageState.UNTOUCHED).astype(np.int8)
         states[landed == wanted] = PageState.DONE
         states[bad] = PageState.INVALID
-        return states
+        with self._changed:  # once it has ended its events may be another transfer's
+            return states if self._states is None else self._states.copy()
 
     def cancel(self) -> bool:
         """Submit nothing more. True if that kept a page back; what was submitted lands and is reported as such.
@@ -521,7 +522,8 @@ class TransferHandle:
                         self._changed.wait(min(left, 0.01))
                 continue
             # A job tells nobody how far it is. Its own wait gives up the GIL once, and takes it back once.
-            script.await_chunks(script.job, len(script.chunks) if layer is None else self._chunks_needed(layer))
+            # Behind the last chunk it counts one more for its last event (`Bound.job`): what `wait_all` waits for.
+            script.await_chunks(script.job, len(script.chunks) + 1 if layer is None else self._chunks_needed(layer))
 
     def _chunks_needed(self, layer: int) -> int:
         """How many chunks must be submitted before ``layer`` is."""

@@ -58,6 +58,8 @@ class HostTransfer(Transfer):
         return bool(
             plan.direction in shop.submitters
             and plan.path == "staged"
+            and shop.ring is not None
+            and shop.ring.share
             and not self.by_caller
             and self.pages is not None
             and not shop.observer.spans

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -224,14 +224,18 @@ class Terrain:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
             times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near]
             self._groups[about, near] = best_groups(
-                self.layer_ends, lambda n: self._group_s(n, about), times, self.slot_bytes
+                self.layer_ends, lambda n, first: self._group_s(n, about, first), times, self.slot_bytes
             )
         return self._groups[about, near]
 
-    def _group_s(self, page_bytes: int, pages: int) -> tuple[float, float]:
-        """(seconds on the copy lane, seconds from there until it can be used) of one layer group."""
+    def _group_s(self, page_bytes: int, pages: int, first: bool) -> tuple[float, float]:
+        """(seconds on the copy lane, seconds from there until it can be used) of one layer group.
+
+        While the ``first`` is submitted the forward waits for it, and does not want the driver's lock.
+        """
         total = page_bytes * pages
-        cpu = GROUP_S + pages * (self.profile.cpu.descriptor_us + BESIDE_LAUNCHES_US) * 1e-6
+        beside = 0.0 if first else BESIDE_LAUNCHES_US
+        cpu = GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6
         last = min(total, self.slot_bytes)
         return max(self.link_s("staged", page_bytes, pages), cpu), (
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6
@@ -284,8 +288,8 @@ def _staged(t: Terrain, asked: Asked, boxes: Sequence[int], groups: Groups) -> P
     if asked.layerwise and t.direction == "load" and groups:
         layer_s = (asked.compute_s or 0.0) / t.profile.kept("staged", t.way, t.budget.ctas)
         ends = t.layer_ends
-        sizes = {n: t._group_s(n, asked.pages) for n in {ends[stop] - ends[start] for start, stop in groups}}
-        seconds, finish = layers_done(groups, ends, sizes.__getitem__, layer_s)
+        sizes = cache(lambda nbytes, first: t._group_s(nbytes, asked.pages, first))
+        seconds, finish = layers_done(groups, ends, sizes, layer_s)
     return _prediction(t, "staged", asked, seconds, finish, count, bound, groups)
 
 

@@ -139,9 +139,7 @@ class Pump:
                             return True
                     if not head.scripted:
                         head.next_chunk()
-                    elif head.hand_over():
-                        head.handed_over = True
-                    else:
+                    elif not head.hand_over():
                         return moved  # another one holds the ring
                 if head.handed_over or not head.chunks_left:
                     self._retire(head)
@@ -224,16 +222,20 @@ class Pump:
         return all(e.handle.done() for e in transfer.earlier)
 
     def _take_back(self, transfer: Transfer) -> None:
-        """From the submitter, once it is through with it. At its deadline: let it submit no more."""
-        if transfer.handle.expired() and not transfer.handle.failed:
-            transfer.handle.fail(
-                DeadlineExceeded(
-                    f"still in flight at its deadline of {transfer.handle.deadline_s:g} s", _left(transfer.handle)
-                )
-            )
-            transfer.handle.stop_script()
+        """From the submitter, once it is through with it. At its deadline, whoever saw that first: let it submit no
+        more, since it may be waiting for what never comes, and others wait behind it."""
+        handle = transfer.handle
+        if handle.expired() and not handle.failed:
+            handle.fail(DeadlineExceeded(f"still in flight at its deadline of {handle.deadline_s:g} s", _left(handle)))
+        if handle.failed:
+            handle.stop_script()
         with self._shop.lock:
-            if transfer.take_back():
+            try:
+                back = transfer.take_back()
+            except BaseException as error:  # kept: it is the transfer's error; what is in flight still owns its pages
+                handle.fail(as_transfer_error(error))
+                back = True
+            if back:
                 transfer.handed_over = False
                 if transfer.handle.final_event is None:
                     transfer.finish()

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtransfer.lanes import CudaLanes
+from kvtransfer.lanes import CudaLanes, Event
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import Job
-from kvtransfer.templates import Desk, Template
+from kvtransfer.templates import MOST_WAITS, Desk, Template
 from kvtransfer.workshop import Workshop
 
 if TYPE_CHECKING:
     from kvtransfer.host_transfer import HostTransfer
 
-RING_SLOTS = 3  # of a job: one filling, one being emptied, one waiting (docs/decisions.md)
 MOST_TEMPLATES = 64
 MOST_DESKS = 4  # kept for later; more transfers than that in flight make their own
 
@@ -49,7 +48,8 @@ def template_of(shop: Workshop, transfer: HostTransfer) -> Template:
 
 
 def hand_over(transfer: HostTransfer) -> bool:
-    """Give all chunks of a started transfer to the submitter. Under the shop's lock; returns at once.
+    """Give all chunks of a started transfer to the submitter (it is `handed_over` then). Under the shop's lock; returns
+    at once.
 
     False where the ring has too few slots that nobody holds: nothing has happened, try again later.
     """
@@ -57,7 +57,7 @@ def hand_over(transfer: HostTransfer) -> bool:
     assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and transfer.pages is not None
     submitter = shop.submitters[transfer.plan.direction]
     chunks, pages = transfer.plan.chunks, transfer.plan.pages
-    slots = shop.ring.try_take(min(RING_SLOTS, len(chunks)))
+    slots = shop.ring.try_take(min(shop.ring.share, len(chunks)))
     if slots is None:
         return False
     try:
@@ -66,12 +66,20 @@ def hand_over(transfer: HostTransfer) -> bool:
         bound = desk.bind(template_of(shop, transfer), pages)
         final = torch.cuda.Event()
         final.record(shop.lanes.streams[transfer.last_lane])  # makes the driver's handle
-        job = bound.job(slots, final, transfer.any_order)
+        waits = transfer.waits()
+        for lane, event in waits[MOST_WAITS:]:
+            shop.lanes.wait(lane, event)
+        before = [(shop.lanes.streams[lane].cuda_stream, _handle(event)) for lane, event in waits[:MOST_WAITS]]
+        job = bound.job(slots, final, transfer.any_order, before)
         transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
         transfer.handed = Handed(job, slots, final, len(chunks))
+        transfer.handed_over = True
         submitter.give(job)
     except BaseException:
-        transfer.handed = None
+        if transfer.handed is not None and transfer.handed.job.given:  # a KeyboardInterrupt behind it: it is under way
+            transfer.handed.job.stop()
+            raise
+        transfer.handed, transfer.handed_over = None, False
         transfer.handle.script_ended(failed=False)
         for slot in slots:
             shop.ring.give(slot, None)
@@ -88,27 +96,34 @@ def take_back(transfer: HostTransfer) -> bool:
         return False
     lanes, handle, job = transfer.shop.lanes, transfer.handle, handed.job
     error = job.error()
-    submitted = job.chunks_submitted
-    handle.script_ended(failed=error is not None)
-    if error is not None:
-        handle.fail(error)
-    transfer.count_submitted()
-    whole = submitted > handed.chunks
-    if not whole:  # whatever was enqueued must be through before anybody writes these slots
-        for lane in (transfer.copy_lane, transfer.kernel_lane):
-            if lane != transfer.last_lane:
-                lanes.wait(transfer.last_lane, lanes.record(lane))
-    last = handed.final if whole else lanes.record(transfer.last_lane)
-    for slot in handed.slots:
-        transfer.shop.ring.give(slot, last)
-    handle.keep += [job, transfer]
+    whole = job.chunks_submitted > handed.chunks
+    last: Event | None = handed.final if whole else None
+    try:
+        handle.script_ended(failed=error is not None)
+        if error is not None:
+            handle.fail(error)
+        transfer.count_submitted()
+        handle.keep += [job, transfer]
+        if last is None:  # whatever was enqueued must be through before anybody writes these slots
+            for lane in (transfer.copy_lane, transfer.kernel_lane):
+                if lane != transfer.last_lane:
+                    lanes.wait(transfer.last_lane, lanes.record(lane))
+            last = lanes.record(transfer.last_lane)
+    finally:
+        transfer.handed = None
+        for slot in handed.slots:
+            transfer.shop.ring.give(slot, last)
+    if whole:
+        transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
     for chunk in transfer.plan.chunks[: handle.chunks_submitted]:
         for stage in ("copy", "scatter") if transfer.load else ("gather", "copy"):
             transfer.tell(stage, chunk)
-    transfer.handed = None
-    if whole:
-        transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
     return True
+
+
+def _handle(event: Event) -> int:
+    assert isinstance(event, torch.cuda.Event)
+    return int(event.cuda_event)
 
 
 def _desk(shop: Workshop, pages: int) -> Desk:

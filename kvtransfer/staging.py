@@ -16,7 +16,7 @@ from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
 
-SLOTS = 6  # three for each direction: one filling, one being emptied, one waiting (docs/decisions.md)
+SLOTS = 12  # six for each direction: beside a GEMM a relayout waits for SMs longer than three take to fill
 SLOT_ALIGNMENT = 4096
 
 
@@ -35,16 +35,21 @@ class RingSlot:
 
 
 class StagingRing:
-    """``staging_bytes`` of device memory in `SLOTS` slots; may be shared by engines of one device. Thread-safe."""
+    """``staging_bytes`` of device memory in ``slots`` slots; may be shared by engines of one device. Thread-safe."""
 
-    def __init__(self, device: torch.device, staging_bytes: int) -> None:
-        self.slot_bytes = staging_bytes // SLOTS // SLOT_ALIGNMENT * SLOT_ALIGNMENT
+    def __init__(self, device: torch.device, staging_bytes: int, slots: int = SLOTS) -> None:
+        self.slot_bytes = staging_bytes // slots // SLOT_ALIGNMENT * SLOT_ALIGNMENT
         if self.slot_bytes <= 0:
-            raise ConfigError(f"staging_bytes: expected at least {SLOTS * SLOT_ALIGNMENT}, got {staging_bytes}")
-        self.memory = torch.empty(self.slot_bytes * SLOTS, dtype=torch.uint8, device=device)
-        self._slots = [RingSlot(i, self.memory[i * self.slot_bytes : (i + 1) * self.slot_bytes]) for i in range(SLOTS)]
+            raise ConfigError(f"staging_bytes: expected at least {slots * SLOT_ALIGNMENT}, got {staging_bytes}")
+        self.memory = torch.empty(self.slot_bytes * slots, dtype=torch.uint8, device=device)
+        self._slots = [RingSlot(i, self.memory[i * self.slot_bytes : (i + 1) * self.slot_bytes]) for i in range(slots)]
         self._next = 0
         self._changed = threading.Condition()
+
+    @property
+    def share(self) -> int:
+        """Slots that one direction may hold at once (see `try_take`); 0 where there are too few to hold any."""
+        return len(self._slots) // 2
 
     @classmethod
     def create(cls, device: torch.device, staging_bytes: int, observer: Observer) -> StagingRing | None:
@@ -64,14 +69,20 @@ class StagingRing:
             return self._take(1)[0]
 
     def try_take(self, count: int) -> list[RingSlot] | None:
-        """The next ``count`` slots that nobody holds, all at once; None where there are fewer. Never waits."""
+        """The next ``count`` slots that nobody holds, to be held for a while, or one less; None where fewer can be had.
+        Never waits.
+
+        One slot is always left to `take`, whose caller gives it back at once. Without it `take` could wait for ever,
+        under its engine's lock, for slots that only somebody with that lock gives back.
+        """
         with self._changed:
-            return self._take(count) if sum(not s.taken for s in self._slots) >= count else None
+            found = min(count, sum(not s.taken for s in self._slots) - 1)
+            return self._take(found) if found >= max(1, count - 1) else None
 
     def _take(self, count: int) -> list[RingSlot]:
-        turn = [self._slots[(self._next + i) % SLOTS] for i in range(SLOTS)]
+        turn = [self._slots[(self._next + i) % len(self._slots)] for i in range(len(self._slots))]
         slots = [s for s in turn if not s.taken][:count]
-        self._next = (slots[-1].index + 1) % SLOTS
+        self._next = (slots[-1].index + 1) % len(self._slots)
         for slot in slots:
             slot.taken = True
         return slots
@@ -86,6 +97,6 @@ class StagingRing:
     def next_is_free(self) -> bool:
         """Whether the GPU is done with the slot that `take` would give: for pacing, never waits."""
         with self._changed:
-            turn = (self._slots[(self._next + i) % SLOTS] for i in range(SLOTS))
+            turn = (self._slots[(self._next + i) % len(self._slots)] for i in range(len(self._slots)))
             slot = next((s for s in turn if not s.taken), None)
         return slot is not None and (slot.free is None or slot.free.query())

@@ -12,7 +12,7 @@
 #include <time.h>
 
 enum { NONE, WAIT, RECORD, PACE, PAGES, LAUNCH, CHUNK, COPY, ZERO };
-enum { QUEUED, RUNNING, ENDED };
+enum { MADE, QUEUED, RUNNING, ENDED };
 enum { NOT_READY = 600, OUT_OF_MEMORY = 2, INVALID_VALUE = 1 }; /* CUresult */
 enum { NAP_NS = 20000 };
 
@@ -179,7 +179,7 @@ static void *work(void *argument) {
     w->first = job->next;
     if (!w->first) w->last = NULL;
     pthread_mutex_unlock(&w->lock);
-    job->state = RUNNING;
+    __atomic_store_n(&job->state, RUNNING, __ATOMIC_RELAXED);
     if (code) job->code = (uint64_t)code;
     else run(w, job);
     __atomic_store_n(&job->state, ENDED, __ATOMIC_RELEASE); /* the last access: its owner may free it now */
@@ -208,6 +208,7 @@ void kvt_give(void *worker, job_t *job) {
   worker_t *w = worker;
   job->next = NULL;
   pthread_mutex_lock(&w->lock);
+  __atomic_store_n(&job->state, QUEUED, __ATOMIC_RELAXED);
   if (w->last) w->last->next = job;
   else w->first = job;
   w->last = job;

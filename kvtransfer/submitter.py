@@ -39,7 +39,7 @@ COMMAND_WORDS = 8
 # What PAGES points to: `pages_t` of submitter.c, one word each.
 PAGES_WORDS = ("ids", "first", "count", "host", "host_stride", "ring", "ring_stride", "pieces", "num_pieces", "cuts",
                "num_cuts", "load", "any_order")  # fmt: skip
-_QUEUED, _RUNNING, _ENDED = range(3)
+_MADE, _QUEUED, _RUNNING, _ENDED = range(4)
 LONGEST_LOOK_NS = 5_000_000  # without the GIL, before a waiter looks again whether its transfer failed
 
 
@@ -58,7 +58,7 @@ class Job:
         self._flags = np.zeros(2, dtype=np.uint32)  # progress, stop
         progress = self._flags.ctypes.data
         self._job = np.array(
-            [self.commands.ctypes.data, len(self.commands), progress, progress + 4, _QUEUED, 0, 0, 0], dtype=np.uint64
+            [self.commands.ctypes.data, len(self.commands), progress, progress + 4, _MADE, 0, 0, 0], dtype=np.uint64
         )
 
     @property
@@ -73,6 +73,11 @@ class Job:
     def stop(self) -> None:
         """Let nothing be submitted after the chunk under way."""
         self._flags[1] = 1
+
+    @property
+    def given(self) -> bool:
+        """Whether the worker has it, or has had it."""
+        return int(self._job[4]) != _MADE
 
     @property
     def ended(self) -> bool:

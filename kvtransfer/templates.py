@@ -39,7 +39,7 @@ from kvtransfer.submitter import (
 )
 from kvtransfer.workshop import Workshop
 
-CHUNKS_AHEAD = 6  # submitted and not through: enough to keep the link busy, little enough to cancel
+CHUNKS_AHEAD = 8  # submitted and not through: more than a job has ring slots, few enough to cancel
 LEAST_PAGES = 256  # of a desk
 MOST_BOUND = 16  # templates laid out on one desk
 
@@ -47,7 +47,8 @@ MOST_BOUND = 16  # templates laid out on one desk
 _PACE, _SLOT, _FIRST, _COPIED, _AFTER, _SECOND, _DONE, _COUNTED = range(8)
 _ROWS = 8
 _EVENT, _POINTER, _PARAMETERS = 2, 2, 4  # columns of a command: what is recorded or waited for, pointed to, passed
-_PROLOGUE, _EPILOGUE = 3, 4  # commands before the first chunk and after the last one
+MOST_WAITS = 16  # rows of a job for what must have passed before it: fences, and transfers before it
+_PROLOGUE, _EPILOGUE = MOST_WAITS + 3, 4  # commands before the first chunk and after the last one
 _COLUMN = {name: i for i, name in enumerate(PAGES_WORDS)}
 # Parameters of the relayout kernel that are filled in, by position: (ring shift, ids), and the digests.
 _LOAD_PARAMETERS, _STORE_PARAMETERS, _DIGESTS = (1, 4), (2, 3), 9
@@ -209,14 +210,23 @@ class Bound:
             stop.append([COPY, template.after, desk.digests_back.data_ptr(), desk.digests.data_ptr(), nbytes])
         start.append([RECORD, template.before, desk.begin.cuda_event])
         stop.append([RECORD, template.after, desk.end.cuda_event])
-        for at, row in [*enumerate(start), *enumerate(stop, len(self.all) - _EPILOGUE)]:
+        for at, row in [*enumerate(start, MOST_WAITS), *enumerate(stop, len(self.all) - _EPILOGUE)]:
             self.all[at, : len(row)] = row
         self._final = self.all[-2]
         self._final[:2] = RECORD, template.after
         self.all[-1, :3] = CHUNK, 0, chunks + 1
 
-    def job(self, slots: Sequence[RingSlot], final: torch.cuda.Event, any_order: bool) -> Job:
-        """The job over these ring slots. ``final`` is recorded last. Chunk number chunks + 1 says that all is there."""
+    def job(
+        self,
+        slots: Sequence[RingSlot],
+        final: torch.cuda.Event,
+        any_order: bool,
+        waits: Sequence[tuple[int, int]] = (),
+    ) -> Job:
+        """The job over these ring slots. ``final`` is recorded last. Chunk number chunks + 1 says that all is there.
+
+        ``waits``: (stream, event) as raw handles, at most `MOST_WAITS`: which streams wait for what before all else.
+        """
         held, chunks = len(slots), len(self.events)
         ring = np.array([s.address for s in slots], dtype=np.uint64)[self._turn % held]
         self.pages[:, _COLUMN["ring"]] = self.values[:, self.shift] = ring
@@ -231,6 +241,9 @@ class Bound:
                 assert isinstance(slot.free, torch.cuda.Event)
                 free[i, _EVENT] = slot.free.cuda_event
         self._final[_EVENT] = final.cuda_event
+        self.all[:MOST_WAITS, 0] = NONE
+        for at, (stream, event) in enumerate(waits):
+            self.all[at, : _EVENT + 1] = WAIT, stream, event
         return Job(self.all, (self, slots, final))
 
 

@@ -83,17 +83,27 @@ class Transfer(ABC):
         lanes = self.shop.lanes
         self.started = True
         self._began = time.monotonic()
-        for lane in dict.fromkeys((self.copy_lane, self.kernel_lane)):
-            for event in self.fences if self.touches_pool(lane) else ():
-                lanes.wait(lane, event)
-            for other in self.earlier:
-                if other.handle.final_event is not None and self.waits_by_event(other):
-                    lanes.wait(lane, other.handle.final_event)
+        if not self.scripted:  # a job waits itself, behind those that were handed over before it
+            self._wait_on_lanes()
         self.prepare()
         if isinstance(lanes, CudaLanes) and not self.scripted:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record(lanes.streams[self.first_lane()])
             self._times = (begin, end)
+
+    def waits(self) -> list[tuple[str, Event]]:
+        """(lane, event) of all that must have passed before its first chunk: fences, and transfers before it."""
+        found: list[tuple[str, Event]] = []
+        for lane in dict.fromkeys((self.copy_lane, self.kernel_lane)):
+            found += [(lane, event) for event in (self.fences if self.touches_pool(lane) else ())]
+            for other in self.earlier:
+                if other.handle.final_event is not None and self.waits_by_event(other):
+                    found.append((lane, other.handle.final_event))
+        return found
+
+    def _wait_on_lanes(self) -> None:
+        for lane, event in self.waits():
+            self.shop.lanes.wait(lane, event)
 
     @property
     def scripted(self) -> bool:
@@ -101,8 +111,8 @@ class Transfer(ABC):
         return False
 
     def hand_over(self) -> bool:
-        """Once started: False where it has to be tried again. Then `take_back` until that says True, and `finish`
-        where the handle has no last event by then."""
+        """Once started: False where it has to be tried again. Otherwise (and after an error that left it `handed_over`)
+        `take_back` until that says True, and `finish` where the handle has no last event by then."""
         raise TransferError("this kind of transfer is submitted chunk by chunk")
 
     def take_back(self) -> bool:
@@ -146,6 +156,8 @@ class Transfer(ABC):
 
     def _finish(self) -> None:
         lanes = self.shop.lanes
+        if self.scripted:  # its job may have ended before it waited, and who comes behind it asks it alone
+            self._wait_on_lanes()
         for lane in (self.copy_lane, self.kernel_lane):
             if lane != self.last_lane:
                 lanes.wait(self.last_lane, lanes.record(lane))

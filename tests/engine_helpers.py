@@ -27,7 +27,7 @@ from kvtransfer.kernels.events import Observer
 from kvtransfer.kernels.layout import Layout, Placement
 from kvtransfer.kernels.spec import Component, KVSpec
 from kvtransfer.pool import KVPool, Stream
-from kvtransfer.staging import SLOT_ALIGNMENT, SLOTS, StagingRing
+from kvtransfer.staging import SLOT_ALIGNMENT, StagingRing
 from kvtransfer.tiers.host import HostTier
 
 Ids = NDArray[np.int64]
@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 LIMIT_S = 20.0  # of every wait that should end: a hang fails here and not at the suite's limit
 GUARD = 61  # odd, so that buffers start at odd addresses too
-RING_BYTES = SLOTS * SLOT_ALIGNMENT  # the smallest ring there is
+RING_SLOTS = 6  # of the rings that tests use
 
 # Page sizes that are odd or small first, K and V of different width, state a page, layers that differ.
 TINY = KVSpec.attention(num_layers=3, page_size=3, kv_heads=2, head_dim=5, itemsize=1, v_head_dim=3)
@@ -215,9 +215,14 @@ def make_rig(
     return Rig(rng, side, host, TransferEngine(side.pool, host, delays=delays, **engine), delays)
 
 
-def staged(staging_bytes: int | StagingRing = RING_BYTES) -> dict[str, Any]:
+def small_ring(slot_bytes: int = SLOT_ALIGNMENT) -> StagingRing:
+    """`RING_SLOTS` slots of as little as there may be."""
+    return StagingRing(torch.device("cpu"), RING_SLOTS * slot_bytes, RING_SLOTS)
+
+
+def staged(staging_bytes: int | StagingRing | None = None) -> dict[str, Any]:
     """Engine keywords for the staged path over a small ring."""
-    return {"path": "staged", "staging_bytes": staging_bytes}
+    return {"path": "staged", "staging_bytes": small_ring() if staging_bytes is None else staging_bytes}
 
 
 class Steps:

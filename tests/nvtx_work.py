@@ -47,7 +47,7 @@ def main(device: str) -> None:
         choice = "staged" if path == "staged" else "auto"
         with (
             HostTier(SPEC, capacity_pages=64, pin=device == "cuda") as host,
-            TransferEngine(pool, host, staging_bytes=3 << 20, path=choice) as engine,
+            TransferEngine(pool, host, staging_bytes=12 << 20, path=choice) as engine,
         ):
             work(engine, path)
             print(path, engine.observer.spans)

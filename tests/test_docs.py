@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from tiny_models import prompt, tiny_model
+
+from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.tiers.host import HostTier
+from kvtransfer.tiers.registry import tier_factory
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -75,3 +81,24 @@ def test_transformers_page() -> None:
         names |= {"cache": PagedCache(model, pool, pages), "pages": pages, "slots": host.allocate(125)}
         exec(by_hooks, names)
         names["handle"].result()
+
+
+def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
+    first, disk, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
+    for block in (first, movement, sharing, faulty):
+        exec(block, {})
+    told = capsys.readouterr().out
+    assert "MISS" in told and "0 pages to load" in told
+    spec = KVSpec.attention(2, 16, 2, 64, 2)
+    with HostTier(spec, capacity_pages=4, device="cpu") as host:
+        names: dict[str, Any] = {"spec": spec, "whole_spec": spec, "host": host}
+        exec(disk.replace("/nvme", f"{tmp_path}/nvme").replace("2 << 40", "64 << 20"), names)
+        assert names["tier"].stats().capacity_bytes > 7 << 20
+        names["tier"].close()
+    for block in (redis, mooncake, objects):  # these need servers: their settings are real ones at least
+        for call in ast.parse(block).body:
+            assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+            (kind,) = call.value.args
+            assert isinstance(kind, ast.Constant) and isinstance(kind.value, str)
+            known = inspect.signature(tier_factory(kind.value)).parameters
+            assert {keyword.arg for keyword in call.value.keywords} <= set(known)

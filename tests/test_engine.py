@@ -14,7 +14,6 @@ from engine_helpers import (
     HYBRID,
     LATENT,
     LIMIT_S,
-    RING_BYTES,
     TINY,
     TOKEN,
     WIDE,
@@ -38,6 +37,7 @@ from kvtransfer.kernels.digest import page_digests
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.staging import SLOT_ALIGNMENT
 
 LAYOUTS = [
     ("page_first", TINY),
@@ -133,7 +133,7 @@ def test_many_pages_go_through_few_slots_of_a_ring(path: str) -> None:
 def test_pages_larger_than_a_ring_slot_are_cut_by_layer_then_by_token(layerwise: bool) -> None:
     log = Log()
     rig = make_rig("sglang.layer_first", WIDE, **staged(), observer=log)
-    assert WIDE.layer_bytes(0) > RING_BYTES // 3
+    assert WIDE.layer_bytes(0) > SLOT_ALIGNMENT
     plan = rig.engine.plan("load", range(3), range(3), layerwise=layerwise)
     boxes = {c.box for c in plan.chunks}
     assert boxes == {Box(i, i + 1, t, min(t + 8, 20)) for i in range(2) for t in (0, 8, 16)}
@@ -151,7 +151,7 @@ def test_pages_made_of_kernel_blocks_are_cut_within_a_block() -> None:
     side = Guarded(rng, layout)
     host = make_host(rng, spec, 6)
     rig = Rig(rng, side, host, TransferEngine(side.pool, host, **staged()), Delays())
-    assert 24 * spec.layer_bytes(0) // 48 < RING_BYTES // 3, "24 tokens would fit, and end within a block"
+    assert 24 * spec.layer_bytes(0) // 48 < SLOT_ALIGNMENT, "24 tokens would fit, and end within a block"
     check_store(rig, np.array([5, 0, 3]), np.array([1, 2, 4]), layerwise=False)
     check_load(rig, np.array([1, 2, 4]), np.array([0, 5, 2]), layerwise=True)
     rig.close()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from engine_helpers import (
     LIMIT_S,
-    RING_BYTES,
     TINY,
     Guarded,
     Log,
@@ -174,13 +173,13 @@ def test_bad_calls_are_refused_and_nothing_is_touched(case: str) -> None:
             ConfigError,
             "path: expected 'auto' or one of staged, strided, mapped, cpu, got 'tape'",
         ),
-        ({"path": "staged", "staging_bytes": 100}, ConfigError, "staging_bytes: expected at least 24576, got 100"),
+        ({"path": "staged", "staging_bytes": 100}, ConfigError, "staging_bytes: expected at least 49152, got 100"),
         ({"staging_bytes": "meta"}, ConfigError, "staging_bytes: expected a ring on cpu, got meta"),
     ],
 )
 def test_bad_engines_are_refused(arguments: dict[str, Any], error: type[KVTransferError], message: str) -> None:
     if arguments.get("staging_bytes") == "meta":
-        arguments = {"staging_bytes": StagingRing(torch.device("meta"), RING_BYTES)}
+        arguments = {"staging_bytes": StagingRing(torch.device("meta"), 1 << 20)}
     side = Guarded(fresh(), Layout.page_first(TINY, 2))
     with make_host(fresh(), TINY, 2) as host, pytest.raises(error, match=re.escape(message)):
         TransferEngine(side.pool, host, **arguments)

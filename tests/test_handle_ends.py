@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from engine_helpers import (
     LIMIT_S,
+    RING_SLOTS,
     TINY,
     WIDE,
     Steps,
@@ -18,6 +19,7 @@ from engine_helpers import (
     gated,
     make_rig,
     random_bytes,
+    small_ring,
     staged,
     until,
     write_all_layers,
@@ -34,7 +36,6 @@ from kvtransfer.kernels.errors import (
 )
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk
-from kvtransfer.staging import SLOTS
 from kvtransfer.tiers.record import NOTHING_STORED
 
 UNTOUCHED, DONE, INVALID = PageState.UNTOUCHED, PageState.DONE, PageState.INVALID
@@ -76,7 +77,7 @@ def test_a_cancelled_transfer_says_exactly_what_became_of_each_page(nth: int, ki
     with pytest.raises(TransferCancelled) as got:
         handle.result(LIMIT_S)
     chunks, ran = handle.plan.chunks, steps.counts["scatter"]
-    assert nth < ran <= nth + SLOTS < len(chunks)
+    assert nth < ran <= nth + RING_SLOTS < len(chunks)
     landed, total = np.zeros(16, dtype=int), np.zeros(16, dtype=int)
     for number, chunk in enumerate(chunks):
         total[chunk.first : chunk.first + chunk.count] += 1
@@ -94,7 +95,7 @@ def test_a_cancelled_transfer_says_exactly_what_became_of_each_page(nth: int, ki
 def test_pages_that_landed_before_a_cancel_are_done_and_the_rest_untouched() -> None:
     steps = Steps()
     gate = steps.gate("copy_out", 2)
-    rig = make_rig("page_first", WIDE, delays=Delays(steps), path="staged", staging_bytes=SLOTS * 20_480)
+    rig = make_rig("page_first", WIDE, delays=Delays(steps), path="staged", staging_bytes=small_ring(20_480))
     pages, slots = np.arange(10), np.arange(10)
     old, new = rig.slots(slots), rig.side.pages(pages)
     handle = rig.engine.store(pages, slots)

@@ -17,6 +17,7 @@ from engine_helpers import (
     blocked_handle,
     gated,
     make_rig,
+    small_ring,
     staged,
     started,
     until,
@@ -31,7 +32,6 @@ from kvtransfer.kernels.errors import (
     TransferCancelled,
     TransferError,
 )
-from kvtransfer.staging import SLOTS
 
 UNTOUCHED, DONE, INVALID = PageState.UNTOUCHED, PageState.DONE, PageState.INVALID
 
@@ -175,7 +175,7 @@ def test_pages_are_reported_as_they_land() -> None:
     steps = Steps()
     gates = [steps.gate("copy_out", nth) for nth in range(4)]
     rig = make_rig(
-        "vllm.LBNHC", WIDE, delays=Delays(steps), path="staged", staging_bytes=SLOTS * 20_480, deadline_s=LIMIT_S
+        "vllm.LBNHC", WIDE, delays=Delays(steps), path="staged", staging_bytes=small_ring(20_480), deadline_s=LIMIT_S
     )
     handle = rig.engine.store([3, 1, 2, 0], [0, 1, 2, 3])
     assert len(handle.plan.chunks) == 4, "a page fills a ring slot"

@@ -97,3 +97,22 @@ def test_a_slab_is_not_closed_under_a_transfer() -> None:
         rig.host.close(wait_s=0.01)
     gate.set()
     rig.close()
+
+
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_what_a_move_between_tiers_owns_is_refused_and_nothing_is_claimed(direction: str) -> None:
+    """A move is not a transfer of an engine: no stream can wait for it."""
+    rig, move = make_rig(), object()
+    rig.host.ledger.claim(np.array([2, 5]), move)
+    before = rig.side.pages(range(4)), rig.slots(range(8))
+    with pytest.raises(OwnershipError, match=f"{direction}: .* under a move between tiers; wait for its handle first"):
+        if direction == "load":
+            rig.engine.load([1, 2, 3], [0, 1, 2])
+        else:
+            rig.engine.store([0, 1, 2], [4, 5, 6])
+    assert not rig.pool.ledger.any_busy()
+    assert np.flatnonzero(rig.host.ledger.busy(np.arange(8))).tolist() == [2, 5]
+    assert np.array_equal(rig.side.pages(range(4)), before[0]) and np.array_equal(rig.slots(range(8)), before[1])
+    rig.host.ledger.release(move)
+    rig.engine.load([1, 2, 3], [0, 1, 2]).result(LIMIT_S)
+    rig.close()

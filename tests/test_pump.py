@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from engine_helpers import (
     LIMIT_S,
+    RING_SLOTS,
     TINY,
     TOKEN,
     WIDE,
@@ -36,7 +37,6 @@ from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.lanes import CpuLanes
-from kvtransfer.staging import SLOTS
 
 Hooked = list[BaseException | None]
 
@@ -118,10 +118,10 @@ def test_no_more_than_the_ring_holds_is_under_way() -> None:
     gate = steps.gate("scatter", 0)
     rig = make_rig("page_first", WIDE, delays=Delays(steps), observer=log, **staged())
     handle = rig.engine.load(range(8), range(8))
-    until(lambda: len(log.stages) == 2 * SLOTS)  # copy and scatter of a chunk a slot
+    until(lambda: len(log.stages) == 2 * RING_SLOTS)  # copy and scatter of a chunk a slot
     with pytest.raises(DeadlineExceeded):
         handle.result(0.02)
-    assert len(log.stages) == 2 * SLOTS and not handle.fully_submitted
+    assert len(log.stages) == 2 * RING_SLOTS and not handle.fully_submitted
     gate.set()
     handle.result(LIMIT_S)
     rig.close()

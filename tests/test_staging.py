@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_helpers import EVEN, LIMIT_S, TINY, WIDE, Log, make_rig, until
+from engine_helpers import EVEN, LIMIT_S, RING_SLOTS, TINY, WIDE, Log, make_rig, small_ring, until
 
 from kvtransfer.fifo import Delays, FifoStream
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded
@@ -116,12 +116,12 @@ def test_a_slot_is_not_filled_again_before_it_was_emptied(guarded: bool, monkeyp
         monkeypatch.setattr(StagingRing, "give", forget)
     delays = Delays()
     gate = delays.gate("copy_out")
-    rig = make_rig("sglang.layer_first", EVEN, delays=delays, path="staged", staging_bytes=SLOTS * SLOT_ALIGNMENT)
+    rig = make_rig("sglang.layer_first", EVEN, delays=delays, path="staged", staging_bytes=small_ring())
     want = rig.side.pages(range(10))
     handle = rig.engine.store(range(10), range(10))
     assert len(handle.plan.chunks) == 10
     if guarded:
-        until(lambda: len(handle._submitted) == SLOTS)
+        until(lambda: len(handle._submitted) == RING_SLOTS)
     else:
         until(lambda: handle.fully_submitted)
         gather = rig.engine._shop.lanes.record("gather")
@@ -133,13 +133,13 @@ def test_a_slot_is_not_filled_again_before_it_was_emptied(guarded: bool, monkeyp
 
 
 def test_engines_share_a_ring_and_nobody_starves() -> None:
-    ring = StagingRing(CPU, SLOTS * SLOT_ALIGNMENT)
+    ring = small_ring()
     gate = threading.Event()
     held = make_rig("sglang.layer_first", EVEN, delays=Delays({"copy_out": gate}), path="staged", staging_bytes=ring)
     other = make_rig("vllm.LBNHC", WIDE, path="staged", staging_bytes=ring)
     kept = held.side.pages(range(12))
     store = held.engine.store(range(12), range(12))
-    until(lambda: len(store._submitted) == SLOTS)  # the ring is full of a transfer that does not move
+    until(lambda: len(store._submitted) == RING_SLOTS)  # the ring is full of a transfer that does not move
     rows = other.slots([3, 4])
     load = other.engine.load([3, 4], [1, 2], layerwise=True)
     with pytest.raises(DeadlineExceeded):
@@ -153,7 +153,7 @@ def test_engines_share_a_ring_and_nobody_starves() -> None:
 
 
 def test_shared_by_threads_that_all_use_it_at_once() -> None:
-    ring = StagingRing(CPU, SLOTS * SLOT_ALIGNMENT)
+    ring = small_ring()
     rigs = [make_rig(n, s, path="staged", staging_bytes=ring) for n, s in (("page_first", WIDE), ("vllm.LBHNC", TINY))]
     wants = [rig.slots(range(16)) for rig in rigs]
     errors: list[BaseException] = []
@@ -178,3 +178,23 @@ def test_shared_by_threads_that_all_use_it_at_once() -> None:
     assert not errors
     for rig in rigs:
         rig.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 12])
+def test_slots_that_are_held_leave_one_to_who_gives_it_back_at_once(slots: int) -> None:
+    ring = StagingRing(CPU, slots * SLOT_ALIGNMENT, slots)
+    held: list[list[RingSlot]] = []
+    while ring.share and (some := ring.try_take(ring.share)) is not None:
+        assert len(some) in (ring.share, ring.share - 1)
+        held.append(some)
+    assert len(held) == min(2, slots - 1), "both directions have their share"
+    indices = {s.index for some in held for s in some}
+    assert len(indices) == sum(len(some) for some in held) < slots
+    for _ in range(3):
+        slot = ring.take()  # would wait for ever
+        assert slot.index not in indices and ring.try_take(1) is None
+        ring.give(slot, None)
+    for some in held:
+        for slot in some:
+            ring.give(slot, None)
+    assert (ring.share == 0) or ring.try_take(ring.share) is not None

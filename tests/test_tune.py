@@ -171,14 +171,14 @@ def test_patterns_cover_all_layers() -> None:
 def test_layers_done_by_hand() -> None:
     """Groups of 1 and 2 layers of 10 bytes: 10 ms and 20 ms on the lane, 1 ms until usable, layers of 5 ms."""
     seconds = {10: (10.0, 1.0), 20: (20.0, 1.0)}
-    arrived, done = layers_done(((0, 1), (1, 3)), [0, 10, 20, 30], seconds.__getitem__, 5.0)
+    arrived, done = layers_done(((0, 1), (1, 3)), [0, 10, 20, 30], lambda nbytes, first: seconds[nbytes], 5.0)
     assert arrived == 31.0 and done == 31.0 + 10.0
 
 
 def test_groups_follow_the_compute() -> None:
     ends = [100 * i for i in range(33)]
 
-    def cost(nbytes: int) -> tuple[float, float]:  # 1 s a layer, a tenth of that a group
+    def cost(nbytes: int, first: bool) -> tuple[float, float]:  # 1 s a layer, a tenth of that a group
         return 0.1 + nbytes / 100, 0.0
 
     fast = best_groups(ends, cost, [0.01], 1 << 30)
@@ -193,11 +193,18 @@ def test_groups_follow_the_compute() -> None:
         assert layers_done(unknown, ends, cost, layer_s)[1] < 1.1 * best
 
 
+def test_a_first_group_that_costs_less_is_small() -> None:
+    """Submitting what the forward waits for costs half: then the forward may begin early at no loss."""
+    ends = [100 * i for i in range(33)]
+    groups = best_groups(ends, lambda nbytes, first: (max(nbytes / 100, 1.0 if first else 4.0), 0.0), [3.0], 1 << 30)
+    assert groups[0] == (0, 1) and groups[1][1] - groups[1][0] > 1
+
+
 def test_groups_fit_a_ring_slot() -> None:
     ends = [100 * i for i in range(33)]
-    groups = best_groups(ends, lambda nbytes: (1.0, 0.0), [1.0], 450)
+    groups = best_groups(ends, lambda nbytes, first: (1.0, 0.0), [1.0], 450)
     assert max(stop - start for start, stop in groups) <= 4
-    assert best_groups(ends, lambda nbytes: (1.0, 0.0), [1.0], 50) == tuple(layer_groups(32, 1))
+    assert best_groups(ends, lambda nbytes, first: (1.0, 0.0), [1.0], 50) == tuple(layer_groups(32, 1))
 
 
 # -- a real GPU --------------------------------------------------------------------------------------

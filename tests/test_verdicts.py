@@ -15,6 +15,7 @@ from engine_helpers import (
     Steps,
     break_step,
     make_rig,
+    small_ring,
     staged,
     until,
 )
@@ -95,7 +96,7 @@ def test_a_store_that_does_not_end_well_leaves_no_digests_on_what_it_touched(
     gate = steps.gate("copy_out", 1)
     delays = Delays(lambda label: steps(label) if armed else None)
     armed = False
-    rig = make_rig("page_first", WIDE, delays=delays, path="staged", staging_bytes=3 * 20_480)
+    rig = make_rig("page_first", WIDE, delays=delays, path="staged", staging_bytes=small_ring(20_480))
     rig.fill_slots(range(10))
     known = rig.host.digests[np.arange(10)].copy()
     armed = True

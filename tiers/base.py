@@ -4,11 +4,16 @@ One contract holds for all of them, and one suite of tests checks it:
 
 - Every verb takes a batch and answers for each page, in the order asked. One bad page never spoils another.
 - Verbs return at once with a handle; ``handle.result()`` blocks. Buffers belong to the tier from the call
-  until the handle is done, whatever its outcome; the tier registers them where it must.
+  until the handle is done, whatever its outcome. Memory that buffers lie in is made known with `register`; a tier
+  that needs it (``needs_registration``) refuses other buffers, on every transport, before anything is touched.
 - OK means exactly this: the page's own bytes, complete and checked. A page that does not verify is CORRUPT,
   is set aside by the tier, and is never handed out; what its buffer holds then is undefined.
-- A put is visible to `lookup` once its handle says OK, and not before; a failed put is never visible.
+- A put takes a sealed record whose trailer names the key and a payload checksum; another page is ERROR. It is visible
+  to `lookup` once its handle says OK, and never in part. A failed put is not visible; where the answer of a remote
+  store was lost it may be, whole.
 - A capacity holds at all times, with whatever an earlier run left counted in.
+- A store that fails or stalls costs one time-out. From then on its pages are ERROR at once, until it answers again:
+  that is found out in the background. One that is absent at the start is no error of the constructor.
 - Thread-safe. Nothing waits without an end.
 """
 
@@ -81,7 +86,11 @@ class BatchResult:
 
 @dataclass(frozen=True)
 class TierStats:
-    """A tier's state. ``counters`` holds running totals by name (hits, misses, corrupt, errors, bytes_read ...)."""
+    """A tier's state. ``counters`` holds running totals by name (hits, misses, corrupt, errors, bytes_read ...).
+
+    ``capacity_bytes`` is 0 where the tier has no limit of its own, or does not know the store's; ``used_bytes`` and
+    ``pages`` of a shared store are what is known of it. ``in_flight`` counts batches.
+    """
 
     capacity_bytes: int
     used_bytes: int
@@ -116,11 +125,22 @@ class Tier(Protocol):
     """One storage tier. See the module's contract. Keys are stored keys of 32 bytes (keys.py).
 
     ``name`` is unique in a cache. ``shared`` says whether others write to it too: then what an index
-    remembers of it is a hint only.
+    remembers of it is a hint only. ``needs_registration`` says whether buffers must lie in registered memory.
     """
 
     name: str
     shared: bool
+    needs_registration: bool
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """Buffers of later calls lie in ``memory`` (flat, contiguous; a host slab's payload and trailer regions).
+
+        Blocks until the store's client knows it. The memory must stay until `unregister` or `close`. Raises
+        ConfigError if it overlaps what is registered, TierError if the client refuses it.
+        """
+
+    def unregister(self, memory: NDArray[np.uint8]) -> None:
+        """Undo `register` of just this memory. ConfigError if it isn't; OwnershipError while batches use it."""
 
     def lookup(self, keys: Sequence[bytes]) -> TierHandle:
         """OK for pages that are there, MISS for others. Does not protect them from eviction (`pin` does)."""
@@ -139,7 +159,10 @@ class Tier(Protocol):
         """Forget pages. MISS where there is none. A page that is pinned or being read is ERROR, and stays."""
 
     def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> TierHandle:
-        """Protect pages from eviction for ``ttl_s`` seconds (None: until removed; 0: no more). MISS: not there."""
+        """Protect pages from eviction for ``ttl_s`` seconds (None: until unpinned; 0: no more). MISS: not there.
+
+        ERROR, saying why, where the store can't promise it.
+        """
 
     def stats(self) -> TierStats:
         """The state now. Never waits for the storage."""

@@ -13,29 +13,33 @@ import array
 import hashlib
 import hmac
 import struct
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, Union
 
 import numpy as np
-import torch
 import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError, LayoutError
-from kvtransfer.kernels.spec import KVSpec
+
+if TYPE_CHECKING:  # whoever only decides (an index in a scheduler) does without torch
+    import torch
+
+    from kvtransfer.kernels.spec import KVSpec
 
 FORMAT_VERSION = 1
 """Version of the record format (record.py) and of everything digested here."""
 
 Algorithm = Literal["sha256", "xxh3_128"]
-Tokens = Sequence[int] | NDArray[Any] | torch.Tensor
+Tokens = Union[Sequence[int], NDArray[Any], "torch.Tensor"]
 KEY_BYTES: dict[str, int] = {"sha256": 32, "xxh3_128": 16}
 _U32_MAX = 0xFFFFFFFF
 
 
 def token_bytes(tokens: Tokens | None) -> memoryview:
-    """``tokens`` as little-endian u32, 4 bytes a token (a view where the input already has that form).
+    """``tokens`` as little-endian u32, 4 bytes a token (a view where the input already has that form, or that of i32).
 
     Takes a list, tuple, range or `array.array` of ints, a one-dimensional numpy integer array, or a
     one-dimensional integer torch tensor on the CPU. None is no tokens. Raises LayoutError on anything else:
@@ -51,16 +55,23 @@ def token_bytes(tokens: Tokens | None) -> memoryview:
             )
         except (TypeError, OverflowError):
             ids = _as_ids(tokens)  # finds the position, and says what is wrong there
-    elif isinstance(tokens, torch.Tensor):
+    elif _is_tensor(tokens):
         if tokens.device.type != "cpu":
             raise LayoutError(f"tokens: expected them on the CPU, got {tokens.device}; copy them first (that waits)")
-        if tokens.dtype.is_floating_point or tokens.dtype.is_complex or tokens.dtype == torch.bool:
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
             raise LayoutError(f"tokens: expected an integer tensor, got {tokens.dtype}")
         ids = _as_ids(tokens.detach().numpy())
     else:
         ids = _as_ids(tokens)
-    little = np.ascontiguousarray(ids.astype("<u4", copy=False))
-    return little.view(np.uint8).data
+    if ids.dtype != "<i4":  # an id that is not negative has the same four bytes in both forms
+        ids = ids.astype("<u4", copy=False)
+    return np.ascontiguousarray(ids).view(np.uint8).data
+
+
+def _is_tensor(tokens: Any) -> TypeGuard[torch.Tensor]:
+    """Whether ``tokens`` is a torch tensor. Nothing is one while nobody has imported torch."""
+    torch_module = sys.modules.get("torch")
+    return torch_module is not None and isinstance(tokens, torch_module.Tensor)
 
 
 def _as_ids(tokens: Any) -> NDArray[Any]:
@@ -75,7 +86,7 @@ def _as_ids(tokens: Any) -> NDArray[Any]:
         return np.empty(0, dtype="<u4")
     if ids.dtype.kind not in "iu":
         raise LayoutError(f"tokens: expected integers in 0..{_U32_MAX}, got dtype {ids.dtype}")
-    if ids.dtype != np.uint32 and (int(ids.min()) < 0 or int(ids.max()) > _U32_MAX):
+    if ids.dtype != np.uint32 and (int(ids.min()) < 0 or (ids.dtype.itemsize > 4 and int(ids.max()) > _U32_MAX)):
         at = int(np.flatnonzero((ids < 0) | (ids > _U32_MAX))[0])
         raise LayoutError(f"tokens: expected ids in 0..{_U32_MAX}, got {int(ids[at])} at position {at}")
     return ids

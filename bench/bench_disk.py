@@ -1,0 +1,227 @@
+"""The disk tier against fio, beside a busy Python thread, and against its own bare I/O. Part of bench_tiers.py.
+
+The slabs are overwritten once before. Payload bytes count for the tier, all bytes for fio: random O_DIRECT, a record as
+block, the best of psync in 8 jobs, io_uring and libaio 32 deep. Runs alternate.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from bench_rows import Options, Row
+
+from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.tiers.base import RecordBuffer, TierHandle
+from kvtransfer.tiers.disk import DiskTier
+from kvtransfer.tiers.host import HostTier
+from kvtransfer.tiers.io import Storage, Transfer
+from kvtransfer.tiers.keys import Shard
+from kvtransfer.tiers.record import RecordHeader
+
+BATCH_PAGES, IN_FLIGHT = 128, 4
+SPACE = bytes(32)
+SPECS = {
+    "1 MiB": (KVSpec.attention(num_layers=16, page_size=16, kv_heads=8, head_dim=128, itemsize=2), 256, 0.85),
+    "64 KiB": (KVSpec.attention(num_layers=1, page_size=16, kv_heads=8, head_dim=128, itemsize=2), 4096, 0.75),
+}
+ENGINES = {
+    "psync x 8": ["--ioengine=psync", "--numjobs=8", "--group_reporting"],
+    "io_uring": ["--ioengine=io_uring", "--iodepth=32"],
+    "libaio": ["--ioengine=libaio", "--iodepth=32"],
+}
+
+
+class Pages:
+    """Sealed pages of random bytes in a host slab."""
+
+    def __init__(self, spec: KVSpec, count: int) -> None:
+        self.count, self.page_bytes = count, spec.page_bytes
+        self.host = HostTier(spec, capacity_pages=count, device="cpu", pin=False)
+        self.host.payload.random_(0, 256)
+        self.keys = [i.to_bytes(4, "little") * 8 for i in range(count)]
+        shard = Shard.whole(spec)
+        headers = [RecordHeader(key, SPACE, shard, "page_first", spec.page_bytes) for key in self.keys]
+        self.host.seal(np.arange(count), headers)
+        self.buffers = [self.host.record(i) for i in range(count)]
+
+    def batches(self, order: Sequence[int]) -> Iterator[tuple[list[bytes], list[RecordBuffer]]]:
+        for at in range(0, len(order), BATCH_PAGES):
+            some = order[at : at + BATCH_PAGES]
+            yield [self.keys[i] for i in some], [self.buffers[i] for i in some]
+
+
+def rate(tier: DiskTier, pages: Pages, verb: str, seconds: float, rng: np.random.Generator) -> float:
+    """GB/s of payload with `IN_FLIGHT` batches under way."""
+    moved, spent = 0, 0.0
+    while spent < seconds:
+        if verb == "put":
+            tier.remove(pages.keys).result()
+        order = rng.permutation(pages.count).tolist()
+        handles: list[TierHandle] = []
+        started = time.perf_counter()
+        for keys, buffers in pages.batches(order):
+            if len(handles) >= IN_FLIGHT:
+                handles.pop(0).result().require()
+            handles.append(tier.put_from(keys, buffers) if verb == "put" else tier.get_into(keys, buffers))
+        for handle in handles:
+            handle.result().require()
+        spent += time.perf_counter() - started
+        moved += pages.count * pages.page_bytes
+    return moved / spent / 1e9
+
+
+class _Bare(Transfer):
+    """A transfer that nobody checks, indexes or journals."""
+
+    def __init__(self, **of: object) -> None:
+        super().__init__(**of)  # type: ignore[arg-type]
+        self.over = threading.Event()
+        self._left = len(self.buffers)
+        self._lock = threading.Lock()
+        self.errors: list[int] = []
+
+    def finish(self, positions: list[int], errors: list[int]) -> None:
+        with self._lock:
+            self.errors += [error for error in errors if error]
+            self._left -= len(positions)
+            if not self._left:
+                self.over.set()
+
+
+def bare_rate(tier: DiskTier, pages: Pages, verb: str, seconds: float, rng: np.random.Generator) -> float:
+    """`rate` of the same records through the same engine, with journal, checksum and index left out."""
+    storage: Storage = tier._storage
+    slots = tier._table.find(pages.keys)
+    moved, spent = 0, 0.0
+    while spent < seconds:
+        order = rng.permutation(pages.count).tolist()
+        under_way: list[_Bare] = []
+        started = time.perf_counter()
+        for at in range(0, len(order), BATCH_PAGES):
+            some = order[at : at + BATCH_PAGES]
+            files, offsets = tier._where([slots[i] for i in some])
+            if len(under_way) >= IN_FLIGHT:
+                under_way.pop(0).over.wait()
+            buffers = [pages.buffers[i] for i in some]
+            transfer = _Bare(write=verb == "put", files=files, offsets=np.array(offsets), buffers=buffers)
+            under_way.append(transfer)
+            storage.submit(transfer)
+        for transfer in under_way:
+            transfer.over.wait()
+            assert not transfer.errors
+        spent += time.perf_counter() - started
+        moved += pages.count * pages.page_bytes
+    return moved / spent / 1e9
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """One Python thread that never rests, as a scheduler in full work."""
+    over = threading.Event()
+
+    def work() -> None:
+        n = 0
+        while not over.is_set():
+            n += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def fio(file: Path, verb: str, block: int, nbytes: int, seconds: float) -> dict[str, float]:
+    """GB/s of each engine, all bytes. The file was overwritten once."""
+    rates = {}
+    for name, flags in ENGINES.items():
+        command = [
+            "fio", "--name=x", f"--filename={file}", f"--rw=rand{'write' if verb == 'put' else 'read'}", "--direct=1",
+            f"--bs={block}", f"--size={nbytes}", "--time_based",
+            f"--runtime={int(1000 * seconds)}ms", "--randrepeat=0", "--norandommap",
+            "--output-format=json", *flags,
+        ]  # fmt: skip
+        out = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        job = out["jobs"][0]["write" if verb == "put" else "read"]
+        rates[name] = job["bw_bytes"] / 1e9
+    return rates
+
+
+def _overwritten(file: Path, nbytes: int) -> None:
+    """A file of ``nbytes`` that was written twice."""
+    for _ in range(2):
+        subprocess.run(
+            ["fio", "--name=x", f"--filename={file}", "--rw=write", "--direct=1", "--bs=1m", f"--size={nbytes}"],
+            check=True, capture_output=True,
+        )  # fmt: skip
+
+
+def disk_rows(options: Options) -> list[Row]:
+    """All rows of the disk tier."""
+    if shutil.which("fio") is None:
+        raise SystemExit(
+            "bench_tiers disk: expected fio on the PATH, got none; install it with the system's package manager"
+        )
+    rows: list[Row] = []
+    for label, (spec, count, bar) in SPECS.items():
+        folder = options.folder / f"tier-{label.replace(' ', '')}"
+        shutil.rmtree(folder, ignore_errors=True)
+        pages = Pages(spec, count)
+        tier = DiskTier(folder, spec, namespace=SPACE, capacity_pages=count, clean_every_s=3600, disk_share=1.0)
+        try:
+            tier.register(pages.host.payload.numpy())
+            tier.register(pages.host.trailers.reshape(-1))
+            rows += _rows_of(options, label, bar, tier, pages)
+        finally:
+            tier.close()
+            pages.host.close()
+            shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def _rows_of(options: Options, label: str, bar: float, tier: DiskTier, pages: Pages) -> list[Row]:
+    rng = np.random.default_rng()
+    file = options.folder / "fio.dat"
+    nbytes = pages.count * tier.record_bytes
+    _overwritten(file, nbytes)
+    for _ in range(2):
+        rate(tier, pages, "put", 1e-3, rng)
+    rows: list[Row] = []
+    for verb in ("get", "put"):
+        ours: list[float] = []
+        bare: list[float] = []
+        limits: dict[str, list[float]] = {name: [] for name in ENGINES}
+        for turn in range(options.repeats):
+            # Next to each other, and each first as often: a virtual disk changes its mind within seconds.
+            for first in (turn % 2 == 0, turn % 2 == 1):
+                if first:
+                    ours.append(rate(tier, pages, verb, options.seconds, rng))
+                else:
+                    bare.append(bare_rate(tier, pages, verb, options.seconds, rng))
+            for name, got in fio(file, verb, tier.record_bytes, nbytes, options.seconds).items():
+                limits[name].append(got)
+        best = max(limits, key=lambda name: statistics.median(limits[name]))
+        rows.append(Row.of(f"{verb} {label}", ours, f"fio {best}", limits[best], bar))
+        # 10 % gained without them is a share of 1 / 1.1
+        without = 1 / 1.1 if label == "1 MiB" else None
+        rows.append(Row.of(f"{verb} {label}", ours, "no journal, checksum, index", bare, without))
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(options.repeats):
+        alone.append(rate(tier, pages, "get", options.seconds, rng))
+        with busy_thread():
+            beside.append(rate(tier, pages, "get", options.seconds, rng))
+    rows.append(Row.of(f"get {label}, busy thread", beside, "alone", alone, 0.4 if label == "64 KiB" else None))
+    file.unlink()
+    return rows

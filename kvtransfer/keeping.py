@@ -1,0 +1,190 @@
+"""Keeping: what is held for a while, given up, forgotten; tiers that come, go, and change their size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtransfer.books import INDEX_KINDS, Book, TierPlan
+from kvtransfer.commands import Scope
+from kvtransfer.index import PrefixIndex
+from kvtransfer.jobs import Segment, page_ids_of
+from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.policy import Prefetch, Prune
+from kvtransfer.prefetch import Prefetching
+from kvtransfer.radix import Match
+from kvtransfer.tiers.keys import Tokens
+from kvtransfer.tree import ABSENT, Ids, Node
+
+
+class Keeping(Prefetching):
+    """The part of a `Directory` for those who run it."""
+
+    def __init__(
+        self,
+        index: PrefixIndex,
+        books: dict[str, Book],
+        host: Book,
+        window: int,
+        evict_extra: float,
+        policy: Prefetch,
+        prune: Prune | None,
+        ghost_pages: int,
+    ) -> None:
+        super().__init__(index, books, host, window, evict_extra, policy)
+        self._device = next((book for book in books.values() if book.plan.kind == "device"), None)
+        self._prune, self._pruned_at = prune, float("-inf")
+        self._ghosts: dict[Node, int] = {}  # the oldest first, with their pages
+        self._ghost_room = ghost_pages
+        self._pinned: list[tuple[float, Node]] = []
+
+    # --- tiers
+
+    def place(
+        self,
+        tokens: Tokens,
+        page_ids: NDArray[np.int64] | Sequence[int],
+        scope: Scope | None = None,
+        *,
+        first: int = 0,
+    ) -> NDArray[np.bool_]:
+        """The device tier holds these pages from now on, until `evict` or `flush` give them back. False for pages that
+        it holds elsewhere already: those ids stay the caller's."""
+        if self._device is None:
+            raise ConfigError("place: expected a tier of kind device, got none; give one to the directory")
+        scope = scope or Scope()
+        ids = page_ids_of(page_ids, max(0, len(tokens) // self._index.page_size - first), "place")
+        with self._working():
+            found = self._index.insert(tokens, scope.name())
+            new: NDArray[np.bool_] = self._index.codes(found, self._device.name, first) == ABSENT
+            self._index.write(found.node, self._device.name, np.flatnonzero(new) + first, ids[new])
+            self._device.used += int(new.sum())
+            return new
+
+    def evict(self, tier: str, pages: int) -> Ids:
+        """Give up to ``pages`` pages of a tier up, by its policy, none that is held. Returns the slots (of the device
+        tier: its page ids) that are free now; others follow when a lower tier has them: ask again then."""
+        with self._working():
+            return self._evict(self._book(tier), pages) if pages > 0 else np.empty(0, dtype=np.int64)
+
+    def flush(self, tier: str) -> Ids:
+        """`evict` everything of one tier that is not held; the others keep what they have."""
+        return self.evict(tier, 2**62)
+
+    def attach(self, plan: TierPlan) -> None:
+        """Add a tier by key below the others, or take one back that was detached (what it holds is not known then)."""
+        with self._working():
+            book = self._books.get(plan.name)
+            if plan.kind not in ("keys", "shared") or (
+                book is not None and (book.attached or book.plan.kind != plan.kind)
+            ):
+                raise ConfigError(f"attach: expected a tier by key with a new name, or a detached one, got {plan}")
+            if book is None:
+                self._index.add_tier(plan.name, INDEX_KINDS[plan.kind])
+                book = self._books[plan.name] = Book(plan, self._index)
+                self._below.append(book)
+            book.attached, book.capacity = True, plan.capacity_pages
+
+    def detach(self, tier: str) -> None:
+        """A tier by key is used no more. What it holds stays there, and is forgotten here."""
+        with self._working():
+            book = self._book(tier)
+            if not book.by_key:
+                raise ConfigError(f"detach: expected a tier by key, got {tier}")
+            book.attached = False
+            for node in [*self._index.nodes()]:
+                pages = np.flatnonzero(self._row(node, book) >= 0) + node.start
+                if pages.size:
+                    self._index.write(node, tier, pages, np.full(pages.size, ABSENT))
+                    book.give(np.zeros(pages.size, dtype=np.int64))
+            for node in [node for node in self._index.nodes() if not node.children]:
+                self._index.tidy(node)
+
+    def resize(self, tier: str, capacity_pages: int) -> None:
+        """Another capacity: a slots tier grows up to its `TierPlan.most_pages`, a tier by key takes any number and
+        gives up what is too much."""
+        with self._working():
+            book = self._book(tier)
+            if book.capacity is None or capacity_pages < 1:
+                raise ConfigError(
+                    f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages}"
+                )
+            if book.is_slots:
+                book.extents.grow(capacity_pages)
+            book.capacity = capacity_pages
+            self._make_room(book, 0)
+
+    # --- keeping and forgetting
+
+    def pin(self, tokens: Tokens, scope: Scope | None = None, *, ttl_s: float) -> int:
+        """Hold what is there of ``tokens`` for ``ttl_s`` seconds (`tick` lets go). How many pages."""
+        with self._working():
+            found = self._index.match(tokens, (scope or Scope()).name(), use=False)
+            pages = self._where(found, 0)[0]
+            if pages:
+                self._index.lock(found.node)
+                self._pinned.append((self._index.clock() + ttl_s, found.node))
+            return pages
+
+    def tick(self) -> None:
+        """Call it now and then: pins end, cold branches are pruned."""
+        with self._working():
+            now = self._index.clock()
+            ended = [node for until, node in self._pinned if until <= now]
+            self._pinned = [pin for pin in self._pinned if pin[0] > now]
+            for node in ended:
+                self._index.unlock(node)
+                self._index.tidy(node)
+            prune, host = self._prune, self._host
+            if prune is not None and now - self._pruned_at >= prune.every_s:
+                self._pruned_at = now
+                tails = host.victims.candidates()
+                while tails and host.used > prune.watermark * (host.capacity or 0):
+                    tail = tails.pop()
+                    if prune.is_cold(tail, now) and host.victims.is_candidate(tail):
+                        parent = tail.parent
+                        self._give_up(tail, host, np.flatnonzero(self._row(tail, host) >= 0))
+                        if parent is not None and host.victims.is_candidate(parent):
+                            tails.append(parent)
+
+    def _book(self, tier: str) -> Book:
+        if tier not in self._books:
+            raise ConfigError(f"tier: expected one of {', '.join(self._books)}, got {tier!r}")
+        return self._books[tier]
+
+    def _where(self, found: Match, device_pages: int) -> tuple[int, int, tuple[Segment, ...], int]:
+        """What is there of a path: pages, of these on the device, where the others are, and hinted ones behind."""
+        index, device = self._index, device_pages
+        if self._device is not None and device < found.pages:
+            device += index.run(found, self._device.name, device)
+        segments: list[Segment] = []
+        stop = device + index.run(found, self._host.name, device)
+        if stop > device:
+            segments.append(Segment(self._host.name, device, stop))
+        private = [book for book in self._below if book.plan.kind == "keys" and book.attached]
+        if stop < found.pages and private:
+            tiers = [self._host, *private]
+            best = np.full(found.pages - stop, -1, dtype=np.int64)
+            for number in reversed(range(len(tiers))):
+                best[index.codes(found, tiers[number].name, stop) >= 0] = number
+            end = int(np.argmin(best)) if (best < 0).any() else best.size
+            cuts = [0, *(np.flatnonzero(np.diff(best[:end])) + 1).tolist(), end] if end else []
+            segments += [Segment(tiers[best[a]].name, stop + a, stop + b) for a, b in pairwise(cuts)]
+            stop += end
+        shared = [book for book in self._below if book.plan.kind == "shared" and book.attached]
+        hinted = max((index.run(found, book.name, stop) for book in shared), default=0)
+        return stop, device, tuple(segments), hinted
+
+    def _remember(self, node: Node) -> None:
+        """Keep a node that nothing is stored of, so that its hits are counted; the oldest such nodes go."""
+        if node not in self._ghosts and node.parent is not None:
+            node.pins += 1
+            self._ghosts[node] = node.pages
+        while sum(self._ghosts.values()) > self._ghost_room:
+            oldest = next(iter(self._ghosts))
+            del self._ghosts[oldest]
+            oldest.pins -= 1
+            self._index.tidy(oldest)

@@ -1,0 +1,219 @@
+"""The Mooncake tier against a real master and a real owner of memory: the contract, and what is Mooncake's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tier_contract import Lab, RemoteContract, ShortRecordContract, TierContract, done, eventually, opened, statuses
+from tier_servers import Mooncake
+
+from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.tiers.base import PageStatus, Tier
+
+store = pytest.importorskip("mooncake.store", reason="needs mooncake-transfer-engine or its -non-cuda build")
+MooncakeTier = pytest.importorskip("kvtransfer.tiers.mooncake").MooncakeTier
+OK, MISS, ERROR, NO_ROOM = PageStatus.OK, PageStatus.MISS, PageStatus.ERROR, PageStatus.NO_ROOM
+
+
+class MooncakeLab(Lab):
+    """Tiers share one client unless ``alone``: to set one up and close it takes a second."""
+
+    persistent = True
+    outage_s = 8.0  # the client gives up on a dead master after 4.5 s
+
+    def __init__(self, servers: Mooncake, *, alone: bool = False) -> None:
+        self.servers = servers
+        self.client = store.MooncakeDistributedStore()
+        code = self.client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 4 << 20, "tcp", "", servers.address)
+        assert code == 0
+        self.store = None if alone else self.client
+
+    def make(self, **more: Any) -> Any:
+        settings = {"hostname": "127.0.0.1", "prefix": "test", "timeout_s": 1.0, "lease_s": 0.6, "store": self.store}
+        return MooncakeTier(self.servers.address, **{**settings, **more})
+
+    def rot(self, tier: Tier, key: bytes, offset: int) -> None:
+        data = bytearray(self.client.get("test:" + key.hex()))
+        data[offset] ^= 32
+        self._replace(key, bytes(data))
+
+    def shorten(self, tier: Tier, key: bytes) -> None:
+        self._replace(key, self.client.get("test:" + key.hex())[:-4096])
+
+    def _replace(self, key: bytes, data: bytes) -> None:
+        assert self.client.remove("test:" + key.hex(), True) == 0
+        assert self.client.put("test:" + key.hex(), data) == 0
+
+    def stop(self) -> None:
+        self.servers.master.kill()
+
+    def start(self) -> None:
+        self.servers.master.start()
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
+    made = Mooncake(tmp_path_factory.mktemp("mooncake"))
+    yield made
+    made.kill()
+
+
+@pytest.fixture(scope="module")
+def shared(servers: Mooncake) -> Iterator[MooncakeLab]:
+    lab = MooncakeLab(servers)
+    yield lab
+    lab.client.close()
+
+
+class TestMooncake(TierContract, ShortRecordContract):
+    @pytest.fixture
+    def bench(self, shared: MooncakeLab) -> Iterator[Lab]:
+        yield shared
+
+
+class TestOutage(RemoteContract):
+    """Plain only: each takes several seconds of the client's own time-outs, and `FaultyTier` has no part in it."""
+
+    @pytest.fixture
+    def lab(self, tmp_path: Path) -> Iterator[Lab]:
+        servers = Mooncake(tmp_path)
+        lab = MooncakeLab(servers, alone=True)
+        yield lab
+        lab.client.close()
+        servers.kill()
+
+
+# --- what is Mooncake's own
+
+
+def test_a_tier_with_a_client_of_its_own(shared: MooncakeLab) -> None:
+    with opened(shared, shared.make(store=None)) as (tier, arena):
+        source, target = arena(9).fill(), arena(9)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        done(tier.get_into(source.keys, target.buffers)).require()
+        assert target.images() == source.images()
+
+
+def test_a_lease_that_ends_while_the_page_is_read_is_a_miss(shared: MooncakeLab) -> None:
+    """The owner sends the page late, when the master is free to have given its place away."""
+    with opened(shared, shared.make(timeout_s=20.0)) as (tier, arena):
+        source, target = arena(3).fill(), arena(3)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        shared.servers.provider.freeze()
+        try:
+            handle = tier.get_into(source.keys, target.buffers)
+            time.sleep(1.5)  # a lease is 1 s
+            assert not handle.done()
+        finally:
+            shared.servers.provider.thaw()
+        assert statuses(handle) == (MISS,) * 3
+        assert tier.stats().counters["times_down"] == 0
+
+
+def test_an_owner_that_stalls_costs_one_time_out(shared: MooncakeLab) -> None:
+    """The page that is stuck keeps its buffer; everything else is answered at once, and it comes back."""
+    with opened(shared, shared.make(timeout_s=0.4)) as (tier, arena):
+        source, target = arena(3).fill(), arena(3)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        shared.servers.provider.freeze()
+        try:
+            stuck = tier.get_into(source.keys, target.buffers)
+            eventually(lambda: tier.stats().counters["times_down"] == 1)
+            assert not stuck.done()
+        finally:
+            shared.servers.provider.thaw()
+        assert set(statuses(stuck)) <= {OK, MISS}
+        eventually(lambda: statuses(tier.get_into(source.keys, target.buffers)) == (OK,) * 3)
+        assert target.images() == source.images()
+
+
+def test_an_owner_that_dies_takes_the_tier_down_until_its_pages_are_given_up(tmp_path: Path) -> None:
+    servers = Mooncake(tmp_path)
+    lab = MooncakeLab(servers)
+    with opened(lab, lab.make(timeout_s=3.0)) as (tier, arena):
+        source, target = arena(3).fill(), arena(3)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        servers.provider.kill()
+        result = done(tier.get_into(source.keys, target.buffers))
+        assert result.statuses == (ERROR,) * 3 and "owner" in str(result.errors[0])
+        started = time.monotonic()
+        for _ in range(20):
+            assert statuses(tier.lookup(source.keys)) in [(ERROR,) * 3, (MISS,) * 3]
+        assert time.monotonic() - started < 1
+        another = servers.make_provider()
+        eventually(lambda: OK in statuses(tier.put_from(source.keys, source.buffers)))
+        done(tier.put_from(source.keys, source.buffers)).require()
+        done(tier.get_into(source.keys, target.buffers)).require()
+        assert target.images() == source.images()
+        another.kill()
+    lab.client.close()
+    servers.kill()
+
+
+def test_what_the_master_evicts_is_a_miss_and_pins_hold(tmp_path: Path) -> None:
+    servers = Mooncake(tmp_path, segment_mib=16)
+    lab = MooncakeLab(servers)
+    with opened(lab) as (tier, arena):
+        pinned, target = arena(3).fill(), arena(400)
+        done(tier.put_from(pinned.keys, pinned.buffers)).require()
+        done(tier.pin(pinned.keys, None)).require()
+        seen: set[PageStatus] = set()
+        for _ in range(6):  # 40 MB
+            source = arena(400).fill()
+            put = statuses(tier.put_from(source.keys, source.buffers))
+            assert set(put) <= {OK, NO_ROOM}
+            time.sleep(0.7)
+            result = done(tier.get_into(source.keys, target.buffers))
+            assert set(result.statuses) <= {OK, MISS}
+            assert all(target.image(i) == source.image(i) for i in result.positions(OK))
+            seen |= set(put) | set(result.statuses)
+        assert seen >= {OK, MISS}
+        assert done(tier.get_into(pinned.keys, target.buffers[:3])).all_ok
+        assert [target.image(i) for i in range(3)] == pinned.images()
+        assert "pins_lost" not in tier.stats().counters
+    lab.client.close()
+    servers.kill()
+
+
+def test_a_pin_that_is_lost_is_told(shared: MooncakeLab) -> None:
+    with opened(shared) as (tier, arena):
+        source = arena(2).fill()
+        done(tier.put_from(source.keys, source.buffers)).require()
+        done(tier.pin(source.keys, None)).require()
+        assert shared.client.remove("test:" + source.keys[0].hex(), True) == 0
+        eventually(lambda: tier.stats().counters.get("pins_lost") == 1)
+        assert tier.stats().pinned_pages == 1
+
+
+def test_a_full_pool_is_no_room(tmp_path: Path) -> None:
+    servers = Mooncake(tmp_path)
+    lab = MooncakeLab(servers)
+    servers.provider.kill()
+    eventually(lambda: lab.client.put("test:fill", b"x") == -200)
+    with opened(lab) as (tier, arena):
+        source = arena(2).fill()
+        result = done(tier.put_from(source.keys, source.buffers))
+        assert result.statuses == (NO_ROOM, NO_ROOM) and "room" in str(result.errors[0])
+        assert tier.stats().counters["times_down"] == 0
+    lab.client.close()
+    servers.kill()
+
+
+@pytest.mark.parametrize(
+    ("master", "more"),
+    [
+        ("nowhere", {}),
+        ("a:b", {}),
+        ("127.0.0.1:1", {"hostname": ""}),
+        ("127.0.0.1:1", {"protocol": "ip"}),
+        ("127.0.0.1:1", {"replicas": 0}),
+        ("127.0.0.1:1", {"lease_s": 0.0}),
+    ],
+)
+def test_bad_settings(master: str, more: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="mooncake: "):
+        MooncakeTier(master, **{"hostname": "127.0.0.1", **more})

@@ -1,0 +1,346 @@
+"""Jobs of staged transfers on a GPU of ours that does in random order whatever may overlap: exact bytes, right ends."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_helpers import (
+    DEEP,
+    EVEN,
+    HYBRID,
+    LATENT,
+    LIMIT_S,
+    TINY,
+    TOKEN,
+    WIDE,
+    started,
+    until,
+    write_all_layers,
+)
+from fake_gpu import FakeEvent, FakeStream, lane, on_their_way, scripted_rig
+
+from kvtransfer.handles import PageState
+from kvtransfer.kernels.digest import page_digests
+from kvtransfer.kernels.errors import CudaError, DeadlineExceeded, TransferCancelled, TransferError
+from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.staging import SLOT_ALIGNMENT, StagingRing
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.getbasetemp() / "submitter"  # built once for all tests
+
+
+def refuse_at(number: int) -> Callable[[str], bool]:
+    """For `Gpu.refuse`: that one of the calls that do something."""
+    calls = itertools.count()
+    return lambda call: call not in ("query", "mode", "set_context") and next(calls) == number
+
+
+def ring_of(slots: int, slot_bytes: int = SLOT_ALIGNMENT) -> StagingRing:
+    return StagingRing(CPU, slots * slot_bytes, slots)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("slots", [2, 12])
+@pytest.mark.parametrize(
+    ("layout", "spec"),
+    [
+        ("sglang.layer_first", TINY),
+        ("page_first", EVEN),
+        ("vllm.BLHNC", DEEP),
+        ("vllm.LBNHC", WIDE),
+        ("page_first", HYBRID),
+        ("page_first", LATENT),
+    ],
+)
+def test_loads_and_stores_are_exact_with_digests(
+    layout: str, spec: Any, slots: int, layerwise: bool, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    seed = int(np.random.default_rng().integers(2**31))
+    rig, gpu = scripted_rig(monkeypatch, folder, layout, spec, ring_of(slots), seed=seed, pages=96, slots=96)
+    rng = rig.rng
+    for _ in range(3):
+        n = int(rng.integers(1, 40))
+        pages = rng.permutation(96)
+        into = rng.permutation(96) if rng.random() < 0.5 else (np.arange(96) + int(rng.integers(96))) % 96
+        before, rows = rig.side.snapshot(), rig.side.pages(pages[:n])
+        store = rig.engine.store(pages[:n], into[:n])
+        load = rig.engine.load(into[:n], pages[n : 2 * n], layerwise=layerwise)
+        assert load.verdict(LIMIT_S).verified, seed
+        store.result(LIMIT_S)
+        assert np.array_equal(rig.slots(into[:n]), rows), seed
+        assert np.array_equal(rig.host.digests[into[:n]], page_digests(rows, spec)), seed
+        rig.side.expect(before, pages[n : 2 * n], rows)
+        assert (load.states() == PageState.DONE).all() and (store.states() == PageState.DONE).all()
+    rig.close()
+    gpu.close()
+
+
+def test_a_layer_can_be_stored_while_jobs_hold_the_ring(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """What is submitted call by call needs one slot under the engine's lock, and so does who gives slots back."""
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=1, pages=128, slots=128, verify=False
+    )
+    store = rig.engine.store(range(100, 104), range(100, 104), layerwise=True)
+    rows = rig.side.pages(range(100, 104))
+    gpu.held |= {lane(rig, "scatter"), lane(rig, "copy_out")}
+    jobs = [rig.engine.load(range(50), range(50)), rig.engine.store(range(50, 99), range(50, 99))]
+    until(lambda: on_their_way(*jobs))  # paced: they keep what they hold
+    writer = started(lambda: write_all_layers(store))
+    time.sleep(0.05)
+    gpu.held.clear()
+    writer.join(LIMIT_S)
+    assert not writer.is_alive(), "stuck for a slot, with the lock that its holder needs"
+    for handle in (*jobs, store):
+        handle.result(LIMIT_S)
+    assert np.array_equal(rig.slots(range(100, 104)), rows)
+    rig.close()
+    gpu.close()
+
+
+def test_a_job_stops_at_the_deadline_also_where_a_waiter_saw_it_first(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(6), seed=1, pages=64, slots=64)
+    gpu.held.add(lane(rig, "scatter"))
+    late = rig.engine.load(range(60), range(60))
+    until(lambda: on_their_way(late))
+    late.fail(DeadlineExceeded("what a waiter says to it"))
+    until(lambda: late.fully_submitted, "the end of the job")
+    gpu.held.clear()
+    until(late.done)
+    assert late.chunks_submitted == 8 and len(late.plan.chunks) > 8
+    rig.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("direction", ["load", "store"])
+def test_errors_and_cancels_at_any_command_leave_what_the_states_say(
+    direction: str, seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=seed, pages=64, slots=64)
+    rng = np.random.default_rng([seed, direction == "load"])
+    ends = {"ok": 0, "not": 0}
+    for _ in range(8):
+        n = int(rng.integers(1, 12))
+        pages, slots = rng.permutation(64)[:n], rng.permutation(64)[:n]
+        old = rig.side.pages(pages) if direction == "load" else rig.slots(slots)
+        new = rig.slots(slots) if direction == "load" else rig.side.pages(pages)
+        stop = bool(rng.random() < 0.3)
+        if not stop:
+            gpu.refuse = refuse_at(int(rng.integers(0, 3 + 9 * n)))
+        handle = rig.engine.load(slots, pages) if direction == "load" else rig.engine.store(pages, slots)
+        if stop:
+            time.sleep(rng.random() * 0.005)
+            handle.cancel()
+        try:
+            handle.result(LIMIT_S)
+            ends["ok"] += 1
+        except (CudaError, TransferCancelled):
+            ends["not"] += 1
+        gpu.refuse = lambda call: False
+        now = rig.side.pages(pages) if direction == "load" else rig.slots(slots)
+        states = handle.states()
+        assert np.array_equal(now[states == PageState.DONE], new[states == PageState.DONE])
+        assert np.array_equal(now[states == PageState.UNTOUCHED], old[states == PageState.UNTOUCHED])
+        assert not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy()
+        assert not any(s.taken for s in rig.engine._shop.ring._slots)  # type: ignore[union-attr]
+    rig.fill_slots(range(4))
+    rig.engine.load(range(4), range(4)).result(LIMIT_S)
+    rig.close()
+    gpu.close()
+
+
+def test_an_observer_that_raises_does_not_end_a_transfer_that_is_in_flight(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    observer = rig.engine.observer
+
+    def bug(*args: Any) -> None:
+        raise ValueError("a subscriber's bug")
+
+    gpu.held.add(lane(rig, "copy_in"))
+    with monkeypatch.context() as patch:
+        patch.setattr(observer, "submitted", bug)
+        handle = rig.engine.load(range(8), range(8))
+        until(lambda: handle.failed)
+        time.sleep(0.05)
+        assert not handle.done() and rig.pool.ledger.any_busy() and not rig.engine._shop.desks
+        gpu.held.clear()
+        with pytest.raises(TransferError, match="a subscriber's bug"):
+            handle.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(8)), rig.slots(range(8)))
+    rig.close()
+    gpu.close()
+
+
+def test_an_interrupt_behind_the_hand_over_leaves_the_job_what_it_uses(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=1, pages=64, slots=64)
+    submitter = rig.engine._shop.submitters["load"]
+    gpu.held.add(lane(rig, "copy_in"))
+    give = submitter.give
+    jobs: list[Any] = []
+
+    def interrupted(job: Any) -> None:
+        give(job)
+        jobs.append(job)
+        until(lambda: job.chunks_submitted == 8)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submitter, "give", interrupted)
+        handle = rig.engine.load(range(60), range(60))
+        until(lambda: handle.failed)
+    until(lambda: handle.fully_submitted)
+    time.sleep(0.02)
+    assert not handle.done() and rig.pool.ledger.any_busy(), "eight chunks are on their way"
+    gpu.held.clear()
+    with pytest.raises(TransferError, match="KeyboardInterrupt"):
+        handle.result(LIMIT_S)
+    assert jobs[0].ended and jobs[0].chunks_submitted == 8 == handle.chunks_submitted
+    assert not any(s.taken for s in rig.engine._shop.ring._slots)  # type: ignore[union-attr]
+    rig.close()
+    gpu.close()
+
+
+def test_no_copy_spans_two_registrations_and_neighbours_merge_else(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    spec = KVSpec.attention(2, 16, 4, 8, 2)
+    rig, gpu = scripted_rig(monkeypatch, folder, "page_first", spec, ring_of(4, 16 * 4096), seed=3, pages=64, slots=64)
+    shop = rig.engine._shop
+    assert shop.host.slot_bytes == spec.page_bytes, "neighbours are one run"
+    cuts = rig.host.address + np.array([7, 8, 40]) * rig.host.slot_bytes
+    shop.__dict__["boundaries"] = cuts.astype(np.uint64)
+    rows = rig.side.pages(range(64))
+    rig.engine.store(range(64), range(64)).result(LIMIT_S)
+    rig.engine.load(range(64), range(63, -1, -1)).result(LIMIT_S)
+    assert np.array_equal(rig.slots(range(64)), rows) and np.array_equal(rig.side.pages(range(64)), rows[::-1])
+    low, high = rig.host.address, rig.host.address + rig.host.payload.numel()
+    copies = [(host, n) for batch in gpu.driver.batches for d, s, n in batch for host in (d, s) if low <= host < high]
+    assert sum(n for _, n in copies) == 2 * 64 * spec.page_bytes
+    assert not any(((start < cuts) & (cuts < start + n)).any() for start, n in copies)
+    starts = {start for start, _ in copies}
+    assert set(cuts.tolist()) <= starts and len(copies) < 64, "and they are merged up to there"
+    rig.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chains_of_transfers_over_the_same_pages_end_as_if_they_ran_in_order(
+    seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Loads, stores and layer-wise stores over few pages and slots, some cancelled late; the last bytes are exact."""
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", TINY, ring_of(4), seed=seed, pages=12, slots=12, verify=False
+    )
+    rng = np.random.default_rng()
+    for _ in range(12):
+        pages, slots = rig.side.pages(range(12)), rig.slots(range(12))
+        handles = []
+        for _ in range(15):
+            n, kind = int(rng.integers(1, 7)), rng.random()
+            p, s = rng.permutation(12)[:n], rng.permutation(12)[:n]
+            if kind < 0.5:
+                handles.append(rig.engine.load(s, p, layerwise=kind < 0.2))
+                pages[p] = slots[s]
+            else:
+                handles.append(rig.engine.store(p, s, layerwise=kind < 0.6))
+                slots[s] = pages[p]
+                if kind < 0.6:
+                    write_all_layers(handles[-1])
+        for handle in handles:
+            handle.result(LIMIT_S)
+        assert np.array_equal(rig.side.pages(range(12)), pages) and np.array_equal(rig.slots(range(12)), slots)
+    rig.close()
+    gpu.close()
+
+
+def test_a_transfer_is_not_held_by_the_fences_of_one_behind_it(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(6), seed=1, pages=64, slots=64)
+    scatter, compute = lane(rig, "scatter"), FakeStream(gpu)
+    gpu.held |= {scatter, compute.cuda_stream}
+    first = rig.engine.load(range(30), range(30))
+    until(lambda: on_their_way(first))  # and it has more to submit
+    fence = FakeEvent()
+    fence.record(compute)
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.engine, "_fences", lambda *a: ([fence], None))
+        second = rig.engine.load(range(30, 40), range(30, 40))
+    time.sleep(0.05)
+    gpu.held.discard(scatter)
+    first.result(LIMIT_S)
+    assert not second.done()
+    gpu.held.clear()
+    second.result(LIMIT_S)
+    rig.close()
+    gpu.close()
+
+
+def test_what_never_ran_still_keeps_those_behind_it_in_order(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The third knows of the second only, which was stopped before it began to wait for the first."""
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(12), seed=1
+    )  # slots for all three
+    gpu.held.add(lane(rig, "copy_out"))
+    rows = rig.side.pages([7])
+    first = rig.engine.store([7], [3])
+    until(lambda: first.fully_submitted)
+    submitter = rig.engine._shop.submitters["load"]
+
+    def refuse(job: object) -> None:
+        raise TransferError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(submitter, "give", refuse)
+        second = rig.engine.load([3], [9])
+        until(lambda: second.failed and second.fully_submitted)
+    third = rig.engine.load([3], [11])
+    until(lambda: third.fully_submitted)
+    time.sleep(0.05)
+    gpu.held.clear()
+    for handle in (first, third):
+        handle.result(LIMIT_S)
+    with pytest.raises(TransferError, match="injected"):
+        second.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages([11]), rows)
+    rig.close()
+    gpu.close()
+
+
+def test_who_waits_for_all_of_a_job_sleeps_until_its_last_event(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    submitter, copies, looks = rig.engine._shop.submitters["load"], itertools.count(), itertools.count()
+    real = submitter.await_chunks
+
+    def slow(call: str) -> bool:
+        if call == "copy" and next(copies) == 1:  # the digests, behind the last chunk
+            time.sleep(0.2)
+        return False
+
+    def counted(job: Any, count: int) -> None:
+        next(looks)
+        real(job, count)
+
+    gpu.refuse = slow
+    monkeypatch.setattr(submitter, "await_chunks", counted)
+    handle = rig.engine.load(range(4), range(4))
+    handle._recorded(lambda: handle.final_event)
+    assert next(looks) < 100, "5 ms each"
+    handle.result(LIMIT_S)
+    rig.close()
+    gpu.close()

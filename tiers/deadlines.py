@@ -1,0 +1,74 @@
+"""Deadlines: the thread that ends waiting pages when their time is up, whatever else their tier is stuck in."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from kvtransfer.tiers.batch import Batch
+
+
+class Deadlines:
+    """Calls `Batch.expire` of each batch that it watches, once its deadline has passed. Thread-safe.
+
+    The thread starts with the first deadline. ``entered`` is called on it first. Batches that end before are
+    not kept alive.
+    """
+
+    def __init__(self, name: str, entered: Callable[[], object]) -> None:
+        self._name = name
+        self._entered = entered
+        self._changed = threading.Condition()
+        self._heap: list[tuple[float, int, weakref.ref[Batch]]] = []
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def watch(self, batch: Batch) -> None:
+        """Watch ``batch``, which has a deadline."""
+        assert batch.deadline is not None
+        with self._changed:
+            if self._closed:
+                return
+            heapq.heappush(self._heap, (batch.deadline, next(self._numbers), weakref.ref(batch)))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{self._name}-deadlines", daemon=True)
+                self._thread.start()
+            elif self._heap[0][2]() is batch:  # others need not wake it
+                self._changed.notify()
+
+    def close(self) -> None:
+        """End the thread. What is watched is watched no more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        self._entered()
+        while (batch := self._next()) is not None:
+            batch.expire()
+
+    def _next(self) -> Batch | None:
+        """The next batch that is due, once it is; None at the end."""
+        with self._changed:
+            while not self._closed:
+                if not self._heap:
+                    self._changed.wait()
+                    continue
+                batch = self._heap[0][2]()
+                left = self._heap[0][0] - time.monotonic()
+                if batch is None or left <= 0:
+                    heapq.heappop(self._heap)
+                    if batch is not None:
+                        return batch
+                else:
+                    del batch  # not kept alive while this thread sleeps
+                    self._changed.wait(left)
+            return None

@@ -1,0 +1,63 @@
+"""Job and Outcome: what a tier's worker is given, and what it answers for each page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtransfer.tiers.base import PageStatus, RecordBuffer
+from kvtransfer.tiers.batch import Batch
+
+
+class Outcome(NamedTuple):
+    """What became of one page of a job: its position there, its status, and a cause where there is one.
+
+    ``moved_bytes`` were read or written for it: 0 for a put whose key was there already.
+    """
+
+    at: int
+    status: PageStatus
+    error: BaseException | None = None
+    moved_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Some pages of one batch, begun: they are the worker's until it has yielded an outcome for each.
+
+    positions      of these pages in the batch
+    keys, buffers  of these pages, equally long (no buffers for lookup, remove and pin)
+    """
+
+    batch: Batch
+    positions: list[int]
+    keys: list[bytes]
+    buffers: list[RecordBuffer]
+
+    def only(self, places: Sequence[int]) -> Job:
+        """The job of just these pages of it."""
+        return Job(
+            self.batch,
+            [self.positions[i] for i in places],
+            [self.keys[i] for i in places],
+            [self.buffers[i] for i in places] if self.buffers else [],
+        )
+
+    @property
+    def ttl_s(self) -> float | None:
+        """Of a pin."""
+        return self.batch.ttl_s
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to begin nothing more: what is left may be yielded as CANCELLED."""
+        return self.batch.stopping
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to the batch's deadline, None without one."""
+        return self.batch.remaining_s
+
+
+Outcomes = Iterable[Outcome]
