@@ -124,7 +124,7 @@ class Config(Section, frozen=True, kw_only=True):
     layerwise: bool = True
     path: Literal["auto", "staged", "strided", "mapped", "cpu"] = "auto"
     sm_budget: Count | Literal["prefill", "decode"] = "prefill"
-    staging_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 192 << 20
+    staging_bytes: Annotated[int, Meta(ge=0, le=2**40)] = 384 << 20
     share_across_tp: Count | None = None
     instance: Annotated[int, Meta(ge=0, le=2**31 - 1)] = 0
     instances: Count = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,15 @@ from kvtransfer.config_build import variable_of
 from kvtransfer.config_check import fields
 from kvtransfer.config_fields import DTYPE_ALIASES, DTYPE_BYTES, EVICTION_POLICIES, EvictionOptions, KVDtype
 from kvtransfer.config_flexkv import RULES
+from kvtransfer.config_pages import record_bytes
 from kvtransfer.config_sources import SHORTHANDS
-from kvtransfer.config_tiers import BUILT_IN, HostOptions, TierOptions
+from kvtransfer.config_tiers import BUILT_IN, ENTRY_POINTS, DiskOptions, HostOptions, MemoryOptions, TierOptions
 from kvtransfer.config_tools import _text
 from kvtransfer.engine import DEFAULT_STAGING_BYTES, TransferEngine
+from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.plan import HOST_PATHS
 from kvtransfer.predict import BUDGETS
+from kvtransfer.tiers import registry
 from kvtransfer.tiers.host import HostTier
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -143,16 +145,29 @@ def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert variable_of(path) == name
 
 
-def installed_kinds() -> list[str]:
-    """The kinds whose module is in this tree."""
-    return [kind for kind, (module, _) in CLASSES.items() if find_spec(f"kvtransfer.tiers.{module}") is not None]
+def test_the_kinds_are_those_of_the_registry() -> None:
+    assert ENTRY_POINTS == registry.GROUP
+    assert set(BUILT_IN) == {"host", *registry.BUILT_IN}
+    for kind, (module, name) in CLASSES.items():
+        assert kind == "host" or registry.BUILT_IN[kind][:2] == (f"kvtransfer.tiers.{module}", name)
 
 
-def test_every_kind_has_a_class() -> None:
-    assert set(CLASSES) == set(BUILT_IN) and "host" in installed_kinds()
+def test_settings_make_tiers(tmp_path: Path) -> None:
+    spec = KVSpec.attention(2, 4, 2, 8, 2)
+    memory = registry.make_tier("memory", **MemoryOptions(cache_gb=0.5).settings())
+    assert memory.stats().capacity_bytes == 1 << 29
+    memory.close()
+    options = DiskOptions(paths=(str(tmp_path / "a"), str(tmp_path / "b")), pages=7, engine="threads")
+    for folder in options.paths:
+        Path(folder).mkdir()
+    disk: Any = registry.make_tier("disk", spec=spec, namespace=bytes(32), **options.settings())
+    try:
+        assert disk.stats().capacity_bytes == 7 * record_bytes(spec) and len(disk.folders) == 2
+    finally:
+        disk.close()
 
 
-@pytest.mark.parametrize("kind", installed_kinds())
+@pytest.mark.parametrize("kind", sorted(CLASSES))
 def test_options_are_what_the_tier_takes(kind: str) -> None:
     """By name and by default: an argument that a tier gains or loses must show here."""
     module, name = CLASSES[kind]
@@ -173,8 +188,6 @@ def test_options_are_what_the_tier_takes(kind: str) -> None:
 
 
 def test_host_options_make_a_host_tier() -> None:
-    from kvtransfer.kernels.spec import KVSpec
-
     spec = KVSpec.attention(2, 4, 2, 8, 2)
     options = HostOptions(ratio=2.0, pin=False)
     with HostTier(spec, **options.sized(100 * 8192)) as host:
