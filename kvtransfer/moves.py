@@ -50,12 +50,13 @@ class Moves(Room):
             self._depth += 1
             try:
                 yield
-            finally:
                 if self._depth == 1:
                     self._pump()
+            finally:
+                self._depth -= 1
+                if not self._depth:
                     ended, self._ended = self._ended, []
                     calls = [(call, job) for job in ended for call in job._finish()]
-                self._depth -= 1
         for call, job in calls:
             call(job)
 
@@ -197,6 +198,8 @@ class Moves(Room):
 
     def _settle(self, move: Move, pages: Ids, status: int) -> None:
         """This is what became of some of the move's pages, waiting or under way."""
+        if not pages.size:
+            return
         pages = pages.copy()
         self._take_out(move, np.isin(move.pages, pages))
         job = move.job
