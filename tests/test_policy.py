@@ -218,12 +218,14 @@ def test_names_and_what_they_are_not() -> None:
             eviction(wrong)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="write: expected"):
             writing(wrong)  # type: ignore[arg-type]
-    for settings in ({"watermark": 1.5}, {"idle_s": -1.0}, {"every_s": -1.0}):
+    prunes: list[dict[str, Any]] = [{"watermark": 1.5}, {"idle_s": -1.0}, {"every_s": -1.0}]
+    for settings in prunes:
         with pytest.raises(ConfigError, match="prune: expected"):
             Prune(**settings)
-    for wrong_fetch in ({"stop": "never"}, {"threshold_tokens": -1}, {"base_s": -0.1}):
+    fetches: list[dict[str, Any]] = [{"stop": "never"}, {"threshold_tokens": -1}, {"base_s": -0.1}]
+    for settings in fetches:
         with pytest.raises(ConfigError, match="prefetch: expected"):
-            Prefetch(**wrong_fetch)  # type: ignore[arg-type]
+            Prefetch(**settings)
     with pytest.raises(ConfigError, match="hits of at least 0"):
         WriteThroughSelective(-1)
 
