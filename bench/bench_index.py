@@ -76,8 +76,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace through a directory. ``seconds`` are the directory's, without drawing tokens; ``exact``: hits equal those
-    of the model, request by request (None: not compared)."""
+    """A trace through a directory. ``seconds`` of the thread's CPU are the directory's, without drawing tokens, and
+    ``wall_s`` is how long it took; ``exact``: hits equal those of the model, request by request (None: not compared).
+    """
 
     page_size: int
     policy: str
@@ -85,6 +86,7 @@ class Replay:
     disk_pages: int
     requests: int
     seconds: float
+    wall_s: float
     drawing_s: float
     asked_tokens: int
     hit_tokens: dict[str, int]
@@ -249,25 +251,25 @@ def replay(
         tiers.append(TierPlan("disk", "keys", disk_pages, evict=policy))
     extra = 0.02 if policy == "path_score" else 0.0
     directory = Directory(page_size, tiers, clock=lambda: now[0], evict_extra=extra)
-    seconds = drawing = 0.0
+    seconds = wall_s = drawing = 0.0
     exact: bool | None = None if model is None else True
     ids: Ids = np.arange(1 + max(request.input_tokens for request in requests) // page_size)
     for number, request in enumerate(requests):
         if number % 500 == 0:
             step(f"pages of {page_size}, {policy}, request {number:,}")
         now[0] = request.at_s
-        started = time.perf_counter()
+        started = time.thread_time()
         tokens = request.tokens()
-        drawn = time.perf_counter()
+        drawn, wall = time.thread_time(), time.perf_counter()
         hit = directory.match(tokens)
         directory.load(hit, ids[: hit.pages])
         hit.release()
         answer_all(directory)
         directory.store(tokens, ids[: tokens.size // page_size])
         answer_all(directory)
-        done = time.perf_counter()
         drawing += drawn - started
-        seconds += done - drawn
+        seconds += time.thread_time() - drawn
+        wall_s += time.perf_counter() - wall
         if model is not None and model.serve(tokens) != hit.pages:
             exact = False
     figures = directory.figures()
@@ -280,6 +282,7 @@ def replay(
         disk_pages=disk_pages,
         requests=len(requests),
         seconds=seconds,
+        wall_s=wall_s,
         drawing_s=drawing,
         asked_tokens=figures.asked_tokens,
         hit_tokens=figures.hit_tokens_by_tier,
@@ -320,6 +323,7 @@ def print_replays(rows: Sequence[Replay]) -> None:
             f"{r.host_pages:,}",
             f"{r.disk_pages:,}",
             f"{r.seconds:.1f}" + ("" if r.bar_s is None else f" (< {r.bar_s:g} {'met' if r.met else 'MISSED'})"),
+            f"{r.wall_s:.1f}",
             f"{r.drawing_s:.1f}",
             ", ".join(f"{tier} {tokens / r.asked_tokens:.2%}" for tier, tokens in sorted(r.hit_tokens.items())),
             f"{r.evicted_pages:,}",
@@ -327,7 +331,15 @@ def print_replays(rows: Sequence[Replay]) -> None:
         ]
         for r in rows
     ]
-    columns = ["policy", "page size", "host pages", "disk pages", "s in the directory", "s drawing tokens"]
+    columns = [
+        "policy",
+        "page size",
+        "host pages",
+        "disk pages",
+        "CPU s in the directory",
+        "wall",
+        "CPU s drawing tokens",
+    ]
     columns += ["hit tokens of those asked", "evicted", "the model's hits"]
     title = f"{rows[0].requests:,} requests, {rows[0].asked_tokens:,} tokens; no bytes moved, commands answered at once"
     print_table(title, columns, cells)

@@ -84,7 +84,7 @@ class Answers(Moves):
             gone = (statuses == CORRUPT) | (statuses == MISS)
             if gone.any():
                 self._lost(node, source, pages[gone], flight.read[at][gone] if flight.read.size else None)
-        for status in np.unique(statuses[~ok]).tolist():
+        for status in [] if ok.all() else np.unique(statuses[~ok]).tolist():
             self._settle(move, pages[statuses == status], status)
         if ok.any() and not self._goes_on(move):
             self._settle(move, pages[ok], OK)

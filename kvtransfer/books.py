@@ -54,8 +54,8 @@ class TierPlan:
 
 @dataclass(frozen=True)
 class TierFigures:
-    """``used_pages`` are there, on their way, or not yet confirmed gone (not counted of a shared tier: 0).
-    ``counters``: pages by what became of them (hit, written, read, failed, evicted, dropped ...)."""
+    """``used_pages`` are there, on their way, or not yet confirmed gone (of a shared tier: not counted, 0).
+    ``counters``: pages by what became of them (written, read, failed, evicted, dropped, lost)."""
 
     capacity_pages: int | None
     used_pages: int

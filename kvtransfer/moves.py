@@ -50,12 +50,13 @@ class Moves(Room):
             self._depth += 1
             try:
                 yield
-            finally:
                 if self._depth == 1:
                     self._pump()
+            finally:
+                self._depth -= 1
+                if not self._depth:
                     ended, self._ended = self._ended, []
                     calls = [(call, job) for job in ended for call in job._finish()]
-                self._depth -= 1
         for call, job in calls:
             call(job)
 
@@ -82,29 +83,29 @@ class Moves(Room):
     def _advance(self, move: Move) -> bool:
         """Give out what the move can do now. Whether anything has changed."""
         changed = False
-        while move.pages.size and move in self._waiting:
-            where = Match(move.node, int(move.pages[-1]) + 1)
-            first = int(move.pages[0])
-            ready = np.ones(move.pages.size, dtype=np.bool_)
+        while move.pages.size and (most := self._batch(move)) and move in self._waiting:
+            some = move.pages[: 2 * most]
+            where, first = Match(move.node, int(some[-1]) + 1), int(some[0])
+            ready = np.ones(some.size, dtype=np.bool_)
             if move.target is not None:
-                there = self._index.codes(where, move.target, first)[move.pages - first]
+                there = self._index.codes(where, move.target, first)[some - first]
                 if not self._books[move.target].attached:
                     self._settle(move, move.pages, CANCELLED)
                     return True
                 if (there >= 0).any():
-                    self._arrived(move, move.pages[there >= 0])
+                    self._arrived(move, some[there >= 0])
                     changed = True
                     continue
                 ready = there == ABSENT
             if move.source is not None:
-                here = self._index.codes(where, move.source, first)[move.pages - first]
+                here = self._index.codes(where, move.source, first)[some - first]
                 lost = ready & (here == ABSENT)
                 if lost.any():
-                    self._settle(move, move.pages[lost], MISS)
+                    self._settle(move, some[lost], MISS)
                     changed = True
                     continue
                 ready &= here >= 0
-            batch = np.flatnonzero(ready)[: self._batch(move)]
+            batch = np.flatnonzero(ready)[:most]
             batch = batch[: self._room(move, batch.size)]
             if not batch.size or move not in self._waiting:
                 return changed
@@ -197,8 +198,11 @@ class Moves(Room):
 
     def _settle(self, move: Move, pages: Ids, status: int) -> None:
         """This is what became of some of the move's pages, waiting or under way."""
+        if not pages.size:
+            return
         pages = pages.copy()
-        self._take_out(move, np.isin(move.pages, pages))
+        if move.pages.size:
+            self._take_out(move, np.isin(move.pages, pages))
         job = move.job
         if job is not None:
             self._tell(job, pages, status)
@@ -237,7 +241,8 @@ class Moves(Room):
             self._settle(move, pages, OK)
             return
         pages = pages.copy()
-        self._take_out(move, np.isin(move.pages, pages))
+        if move.pages.size:
+            self._take_out(move, np.isin(move.pages, pages))
         assert job.ids is not None
         wanted = pages[pages < job.first + job.open_end]
         self._tell(job, pages[wanted.size :], CANCELLED)

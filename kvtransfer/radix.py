@@ -89,7 +89,8 @@ class RadixTree:
             parent, width = b"", self._key_bytes
             out: list[bytes] = []
             for node in self.path(found.node):
-                a, b = max(first, node.start) - node.start, min(found.pages, node.end) - node.start
+                a = max(first, node.start) - node.start
+                b = max(a, min(found.pages, node.end) - node.start)
                 if node.keys is None:
                     ids = np.frombuffer(node.edge, dtype="<u4")
                     keys = page_keys(ids, self.page_size, parent, algorithm=self.algorithm)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from index_helpers import Family, page_tuples
 from kvtransfer.books import TierPlan
 from kvtransfer.commands import Ack, Cancel, Command, Demote, Evict, Lookup, Promote, Scope, Store, ids
 from kvtransfer.directory import Directory
+from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError, OwnershipError, TransferError
 from kvtransfer.policy import Prefetch, Prune, WriteThroughSelective
 from kvtransfer.tiers.base import PageStatus
@@ -110,7 +113,7 @@ def test_hits_are_those_of_exact_lru(capacity: int, page_size: int) -> None:
     """An ordered dictionary of pages: used ones move to the end, the deepest first; what is in front goes."""
     directory, memory = make(TierPlan("host", capacity_pages=capacity), page_size=page_size)
     family, kept = Family(random.Random(capacity), 25 * page_size, words=4), OrderedDict[tuple[int, ...], None]()
-    for _ in range(300):
+    for turn in range(300):
         tokens = family.draw()
         prefixes = page_tuples(tokens, page_size)
         wanted = next((n for n, prefix in enumerate(prefixes) if prefix not in kept), len(prefixes))
@@ -128,7 +131,8 @@ def test_hits_are_those_of_exact_lru(capacity: int, page_size: int) -> None:
         for prefix in reversed(prefixes[:room]):
             kept.move_to_end(prefix)
         assert job.usable_pages == room
-        check_directory(directory)
+        if turn % 10 == 0:
+            check_directory(directory)
         assert directory.figures().tiers["host"].used_pages == len(kept)
 
 
@@ -700,8 +704,6 @@ def test_plans_that_can_not_be_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_callbacks_run_without_the_mutex() -> None:
-    import threading
-
     directory, memory = make()
     job = directory.store([1, 2], memory.fill([1, 2]))
     free: list[bool] = []
@@ -725,6 +727,60 @@ def test_neither_torch_nor_a_gpu_is_needed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "1 []", done.stderr
+
+
+def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8"), re.S)
+    exec(block, {})
+    assert capsys.readouterr().out == "496 tokens: {'host': 496}\n"
+
+
+def test_requests_of_several_threads_and_a_mover_of_its_own() -> None:
+    """Three threads serve requests that share beginnings, a fourth carries out commands: every load is right."""
+    directory, memory = make(TierPlan("host", capacity_pages=60), DISK)
+    filling, failures, stop = threading.Lock(), list[BaseException](), threading.Event()
+
+    def serve(seed: int) -> None:
+        family = Family(random.Random(seed), 60)
+        for _ in range(60):
+            tokens = family.draw()
+            with directory.match(tokens) as hit:
+                with filling:
+                    room = memory.room(hit.pages)
+                load = directory.load(hit, room)
+            with filling:
+                pages = memory.fill(tokens)
+            job = directory.store(tokens, pages)
+            assert ends(load) and ends(job)
+            memory.verify(load, tokens, room)
+
+    def ends(job: Job) -> bool:
+        ended = threading.Event()
+        job.add_done_callback(lambda _: ended.set())
+        return ended.wait(30)
+
+    def guarded(work: Any, *args: Any) -> None:
+        try:
+            work(*args)
+        except BaseException as error:
+            failures.append(error)
+
+    def move() -> None:
+        while not stop.is_set():
+            with filling:
+                memory.drain(directory)
+            stop.wait(0.001)
+
+    mover = threading.Thread(target=guarded, args=(move,))
+    threads = [threading.Thread(target=guarded, args=(serve, seed)) for seed in range(3)]
+    for thread in (mover, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    stop.set()
+    mover.join(60)
+    assert not failures and directory.index.locks == 0
+    check_directory(directory)
 
 
 def kinds(commands: list[Command]) -> list[str]:

@@ -165,7 +165,7 @@ class DirectorySteps(RuleBasedStateMachine):
                 if data.draw(st.booleans()):
                     self.directory.acknowledge(ack)  # twice
 
-    @rule(status=st.sampled_from([GOOD, GOOD, BROKEN]))
+    @rule(status=st.sampled_from([GOOD, GOOD, BROKEN, LOST, FULL]))
     def carry_out_everything(self, status: PageStatus) -> None:
         self.memory.drain(self.directory, lambda command: status)
         assert all(job.done for job in self.jobs)
