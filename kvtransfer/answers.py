@@ -114,10 +114,19 @@ class Answers(Moves):
             move.under_way -= 1
         self._index.unlock(flight.node)
         if move is not None:
-            if move.for_eviction and not flight.ok.all() and flight.source is not None:
-                self._drop(move.node, self._books[flight.source], flight.pages[~flight.ok])
+            if move.for_eviction and flight.source is not None:
+                self._written_back(move, self._books[flight.source], flight)
             self._end(move)
         self._index.tidy(flight.node)
+
+    def _written_back(self, move: Move, source: Book, flight: Flight) -> None:
+        """Pages were written so that they can go: the host tier gives them up now. Were they to wait until somebody
+        looks for victims again, a small lower tier would give them up meanwhile, and they would be written again and
+        again. Those of the device go when its owner asks again: he has to be told which."""
+        if source.is_slots and flight.ok.any():
+            self._drop(move.node, source, flight.pages[flight.ok], "evicted")
+        if not flight.ok.all():
+            self._drop(move.node, source, flight.pages[~flight.ok])
 
     def _write_below(self, flight: Flight, pages: Ids) -> None:
         """Pages have come into the host tier: what do the tiers below get of them now? Those that are faster than where

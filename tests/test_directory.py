@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from directory_helpers import BROKEN, FULL, GOOD, LOST, Memory, check_directory
 from index_helpers import Family, page_tuples
 
 from kvtransfer.books import TierPlan
-from kvtransfer.commands import Ack, Cancel, Command, Demote, Evict, Lookup, Promote, Scope, Store, ids
+from kvtransfer.commands import Ack, Cancel, Command, Demote, Evict, Load, Lookup, Promote, Scope, Store, ids, positions
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError, OwnershipError, TransferError
@@ -293,6 +293,57 @@ def test_write_back_writes_what_the_host_tier_gives_up_before_it_goes() -> None:
     assert hit_of(directory, first) == (9, {"disk": 18})  # the page that could not be written is dropped
     assert directory.figures().tiers["host"].counters["dropped"] == 1
     check_directory(directory)
+
+
+def test_what_was_written_so_that_it_can_go_goes() -> None:
+    """Many stores wait for a small host tier above a smaller disk: the disk must not give up what was just written to
+    it before the host tier has given it up, or it is written again and again (it was: one page 37 times)."""
+    directory, memory = make(
+        TierPlan("host", capacity_pages=14), TierPlan("disk", "keys", 3, write="write_back"), FAR, page_size=1, window=1
+    )
+    trunk = list(range(50))
+    branches = [trunk[:n] + [100 + n] * 8 for n in (0, 3, 9, 14, 15, 18)]
+    jobs = [directory.store(branch, memory.fill(branch)) for branch in branches]
+    memory.drain(directory, limit=200)
+    assert all(job.done for job in jobs)
+    written = Counter(key for c in memory.seen if isinstance(c, Demote) and c.tier == "disk" for key in c.keys)
+    assert written and max(written.values()) <= 2
+    check_directory(directory)
+
+
+def test_pages_of_a_disk_that_are_held_are_not_evicted() -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=10), TierPlan("disk", "keys", 10))
+    mine = list(range(20))
+    store(directory, memory, mine)
+    directory.flush("host")
+    hit = directory.match(mine)
+    assert hit.segments == (("disk", 0, 10),)
+    store(directory, memory, list(range(100, 120)))
+    assert not any(isinstance(command, Evict) for command in memory.seen) and len(memory.stored) == 10
+    directory.flush("host")
+    load = directory.load(hit, room := memory.room(10))
+    hit.release()
+    memory.drain(directory)
+    assert load.usable_pages == 10
+    memory.verify(load, mine, room)
+    check_directory(directory)
+
+
+def test_nothing_behind_a_page_that_failed_is_loaded() -> None:
+    """The first batch lacks a page while the second one has arrived already."""
+    directory, memory = make(TierPlan("host", capacity_pages=300), DISK, page_size=1, window=2)
+    tokens = list(range(200))
+    store(directory, memory, tokens)
+    directory.flush("host")
+    load = directory.load(directory.match(tokens), memory.room(200))
+    first, second = memory.take(directory)
+    del memory.stored["disk", Scope(), page_keys(tokens, 1)[7]]
+    for command in (first, second):
+        for ack in memory.answer(command, list(memory.under[command.id].left), [GOOD] * positions(command)):
+            directory.acknowledge(ack)
+    memory.drain(directory)
+    assert [positions(command) for command in memory.seen if isinstance(command, Load)] == [7]
+    assert load.usable_pages == 7 and load.positions(PageStatus.CANCELLED)[-1] == 199
 
 
 def test_selective_writing_counts_hits_of_what_is_stored_nowhere() -> None:
