@@ -196,7 +196,7 @@ class RankGroup:
         """What this rank says. A failure is told to all: raising it here would leave the others waiting."""
         try:
             return _Report(report())
-        except Exception as error:
+        except Exception as error:  # kept: it becomes this rank's answer, and every rank raises it
             why = f"{type(error).__name__}: {error}"[:500]
             self._observer.noted("group.failed", kind=kind, rank=self.rank, why=why)
             return _Report(failure=why)

@@ -8,9 +8,7 @@ error at the transfer's deadline.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -24,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtransfer.fifo import FifoEvent, FifoStream
+from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutError, TransferCancelled, TransferError
 from kvtransfer.kernels.events import Observer, Span
 from kvtransfer.lanes import Event
@@ -293,25 +292,12 @@ class TransferHandle:
             self._write_layer(layer, consumer)
 
     def __await__(self) -> Generator[Any, None, TransferResult]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def wake_loop() -> None:
-            try:
-                loop.call_soon_threadsafe(wake)
-            except RuntimeError:
-                if not loop.is_closed():  # a closed loop has nobody left who waits
-                    raise
-
+        future, wake = future_and_waker()
         with self._changed:
             if self._ended or isinstance(self._error, DeadlineExceeded):
                 wake()
             else:
-                self._wakers.append(wake_loop)
+                self._wakers.append(wake)
         yield from future.__await__()
         return self.result(0)
 
@@ -436,7 +422,7 @@ class TransferHandle:
                 wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
         for wake in wakers:
-            _call(wake)
+            call_subscriber(wake)
 
     def step_failed(self, error: KVTransferError) -> None:
         """`fail`, and skip what the CPU's lanes still hold of the transfer."""
@@ -462,11 +448,11 @@ class TransferHandle:
             callbacks, self._callbacks = self._callbacks, []
             wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
-        _call(lambda: self._observer.finished(self.number, self._error is None, seconds, self.total_bytes))
+        call_subscriber(lambda: self._observer.finished(self.number, self._error is None, seconds, self.total_bytes))
         for wake in wakers:
-            _call(wake)
+            call_subscriber(wake)
         for fn in callbacks:
-            _call(functools.partial(fn, self))
+            call_subscriber(functools.partial(fn, self))
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -586,11 +572,3 @@ def _landed(event: Event) -> bool:
         return event.query() and getattr(event, "error", None) is None
     except RuntimeError:
         return False
-
-
-def _call(fn: Callable[[], object]) -> None:
-    """Call a subscriber. Its bug is reported as an uncaught one in a thread is, and others are served all the same."""
-    try:
-        fn()
-    except BaseException:  # not hidden: the hook prints it, or does what the program set it to
-        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

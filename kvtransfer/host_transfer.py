@@ -15,7 +15,7 @@ from kvtransfer.kernels import check, mapped
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.kernels.table import CopyTable
-from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask
+from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask, lanes_of
 from kvtransfer.plan import Chunk, runs_of
 from kvtransfer.predict import STRIDED_RUN_PAGES
 from kvtransfer.scripted import Handed, give_desk, hand_over, take_back, template_of
@@ -40,7 +40,7 @@ class HostTransfer(Transfer):
         super().__init__(shop, handle, fences, (shop.pool.ledger, shop.host.ledger))
         self.slots, self.pages, self.gpu_pages = slots, pages, gpu_pages
         self.load = self.plan.direction == "load"
-        self.copy_lane, self.kernel_lane = ("copy_in", "scatter") if self.load else ("copy_out", "gather")
+        self.copy_lane, self.kernel_lane = lanes_of(self.load)
         self.last_lane = "scatter" if self.load else "copy_out"
         self.ids: torch.Tensor | None = None
         self._slot_ids: torch.Tensor | None = None

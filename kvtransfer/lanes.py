@@ -27,6 +27,13 @@ from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.kernels.table import CopyTable
 
 LANES = ("copy_in", "copy_out", "scatter", "gather")
+
+
+def lanes_of(load: bool) -> tuple[str, str]:
+    """(copy lane, kernel lane) of a direction."""
+    return ("copy_in", "scatter") if load else ("copy_out", "gather")
+
+
 U64 = NDArray[np.uint64]
 Event = torch.cuda.Event | FifoEvent
 

@@ -6,6 +6,7 @@ tier that is addressed by key is told to remove them, and they count until it ha
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from contextlib import closing
 
 import numpy as np
@@ -22,7 +23,7 @@ BATCH_PAGES = 128  # of a command to or from a tier that is addressed by key
 BARRED_S = 1.0  # before a page that a tier could not remove is asked to go again
 
 
-class Room:
+class Room(ABC):
     """The part of a `Directory` that gives up pages, and gives out commands. Its methods want the mutex held.
 
     evict_extra  share of a tier's capacity that is made free beyond what is needed
@@ -37,9 +38,9 @@ class Room:
         self._flights: dict[int, Flight] = {}
         self._next_id = 1
 
+    @abstractmethod
     def _begin(self, move: Move) -> None:
         """See moves.py."""
-        raise NotImplementedError
 
     def _new_id(self) -> int:
         self._next_id += 1

@@ -19,7 +19,7 @@ from kvtransfer.descriptors import piece_offsets
 from kvtransfer.kernels.coalesce import Box, Geometry
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.relayout import tile_constants
-from kvtransfer.lanes import CudaLanes
+from kvtransfer.lanes import CudaLanes, lanes_of
 from kvtransfer.plan import Chunk
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import (
@@ -59,11 +59,6 @@ def variant(shop: Workshop, kind: str, box: Box) -> tuple[object, ...]:
     table = shop.geometry(kind, box)[1]
     assert table is not None
     return (kind, *tile_constants(table).items())
-
-
-def lanes_of(load: bool) -> tuple[str, str]:
-    """(copy lane, kernel lane) of a direction."""
-    return ("copy_in", "scatter") if load else ("copy_out", "gather")
 
 
 class Template:

@@ -156,10 +156,9 @@ class Memory:
         return status
 
     def drain(
-        self, directory: Directory, status: Callable[[Command], PageStatus] = lambda command: GOOD, limit: int = 5000
+        self, directory: Directory, status: Callable[[Command], PageStatus] = lambda command: GOOD, limit: int = 200
     ) -> None:
-        """Carry out everything, in order, until nothing is left. Where tiers are small and full a round may move one
-        page, so ``limit`` rounds are as many as pages may wait."""
+        """Carry out everything, in order, until nothing is left."""
         for _ in range(limit):
             self.take(directory)
             if not self.under:

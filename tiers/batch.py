@@ -10,14 +10,13 @@ outcome, and a later one is ignored.
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, Literal, Protocol
 
+from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
 from kvtransfer.kernels.errors import DeadlineExceeded, TierError
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer, TierHandle
 
@@ -110,23 +109,10 @@ class Batch(TierHandle):
         callback(self)
 
     def __await__(self) -> Generator[Any, None, BatchResult]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-
-        def wake() -> None:
-            if not future.done():
-                future.set_result(None)
-
-        def wake_loop() -> None:
-            try:
-                loop.call_soon_threadsafe(wake)
-            except RuntimeError:
-                if not loop.is_closed():  # a closed loop has nobody left who waits
-                    raise
-
+        future, wake = future_and_waker()
         with self._changed:
             if self._result is None:
-                self._wakers.append(wake_loop)
+                self._wakers.append(wake)
             else:
                 wake()
         yield from future.__await__()
@@ -252,11 +238,3 @@ class Batch(TierHandle):
 
     def __repr__(self) -> str:
         return f"Batch({self.verb} of {len(self.keys)} pages, {self.settled_pages} settled)"
-
-
-def call_subscriber(fn: Callable[[], object]) -> None:
-    """Call a subscriber. Its bug is reported as an uncaught one in a thread is, and others are served all the same."""
-    try:
-        fn()
-    except BaseException:  # not hidden: the hook prints it, or does what the program set it to
-        threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import TierError
-from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.commit_log import CommitLog
 from kvtransfer.tiers.disk_room import DiskRoom
 

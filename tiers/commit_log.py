@@ -23,10 +23,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.tiers.base import PageStatus
-from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.disk_table import SlotTable
 from kvtransfer.tiers.disk_transfers import Outcome, WriteTransfer
 from kvtransfer.tiers.io import Storage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -25,7 +26,7 @@ from kvtransfer.tiers.slab_files import SlabFiles
 from kvtransfer.tiers.verifier import Verifier
 
 
-class DiskReading:
+class DiskReading(ABC):
     """`lookup` and `get_into` over a table and slabs, registration, and the end. Thread-safe.
 
     Subclasses say what is done with pages that do not verify (`_set_aside`), and what ends with the tier (`_end_more`).
@@ -186,13 +187,13 @@ class DiskReading:
         self._table.read_over([transfer.slots[at] for at in ended], transfer.keys_of(good), self._clock())
         return replaced
 
+    @abstractmethod
     def _set_aside(self, transfer: ReadTransfer, bad: list[int]) -> list[Outcome]:
         """Pages that did not verify; returns outcomes to tell instead of CORRUPT."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end_more(self) -> None:
         """Called once, when no batch is under way, before the storage is closed. Raises OSError."""
-        raise NotImplementedError
 
 
 @contextmanager

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import TierError
-from kvtransfer.tiers.batch import call_subscriber
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer
 
 THREADS = 8

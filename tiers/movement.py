@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.check import host_ids
 from kvtransfer.kernels.errors import CapacityError, ConfigError, KVTransferError, OwnershipError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle
-from kvtransfer.tiers.batch import Verb, call_subscriber
+from kvtransfer.tiers.batch import Verb
 from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.host import HostTier, Slots
 from kvtransfer.tiers.move import Move

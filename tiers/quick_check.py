@@ -6,22 +6,13 @@ a record that is right. One that is not goes through them, and they say what is 
 
 from __future__ import annotations
 
-import struct
-
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import RecordError
 from kvtransfer.tiers.base import RecordBuffer
-from kvtransfer.tiers.keys import FORMAT_VERSION
-from kvtransfer.tiers.record import MAGIC, payload_checksum
-from kvtransfer.tiers.sealed import check_sealed, check_whole
+from kvtransfer.tiers.record import payload_checksum
+from kvtransfer.tiers.sealed import check_sealed, check_whole, sealed_payload
 
-_HAS_CHECKSUM = 2
-_SIZES = struct.Struct("<QQ")  # payload length and xxh3, at 120
-_CHECK = struct.Struct("<Q")  # of the trailer, at 248
-_ZEROS = bytes(8)
 # xxhash gives the interpreter lock away above this; beside a busy Python thread, getting it back takes up to 5 ms a
 # page.
 _KEEPS_LOCK_BYTES = 64 << 10
@@ -33,37 +24,28 @@ class QuickCheck:
 
     def __init__(self, payload_bytes: int, trailer_bytes: int) -> None:
         self._payload_bytes = payload_bytes
-        self._start = struct.pack("<8sII", MAGIC, FORMAT_VERSION, trailer_bytes)
+        self._trailer_bytes = trailer_bytes
 
     def sealed(self, key: bytes, buffer: RecordBuffer) -> RecordError | None:
         """What is wrong with a record that is to be put under ``key``; the trailer alone is read. None: nothing."""
-        if self._sealed_xxh3(key, buffer.trailer) is not None:
+        if self._sealed_xxh3(key, buffer) is not None:
             return None
         return self._explain(key, buffer, whole=False)
 
     def whole(self, key: bytes, buffer: RecordBuffer, *, gives_lock: bool = False) -> RecordError | None:
         """`sealed`, and the payload against its checksum; ``gives_lock``: other Python threads may run meanwhile."""
-        expected = self._sealed_xxh3(key, buffer.trailer)
+        expected = self._sealed_xxh3(key, buffer)
         digest = payload_checksum if gives_lock else payload_xxh3
         if expected is not None and digest(buffer.payload[: self._payload_bytes].data) == expected:
             return None
         return self._explain(key, buffer, whole=True)
 
-    def _sealed_xxh3(self, key: bytes, trailer: NDArray[np.uint8]) -> int | None:
+    def _sealed_xxh3(self, key: bytes, buffer: RecordBuffer) -> int | None:
         """The payload's checksum, if the trailer is one of ours in every respect."""
-        head = trailer[:256].tobytes()
-        payload_bytes, payload = _SIZES.unpack_from(head, 120)
-        if (
-            head[:16] != self._start
-            or not head[16] & _HAS_CHECKSUM
-            or head[32:64] != key
-            or payload_bytes != self._payload_bytes
-        ):
+        told = sealed_payload(key, buffer)
+        if told is None or told[0] != self._payload_bytes or buffer.trailer.size != self._trailer_bytes:
             return None
-        hasher = xxhash.xxh3_64(head[:248])
-        hasher.update(_ZEROS)
-        hasher.update(trailer[256:].data)
-        return int(payload) if hasher.intdigest() == _CHECK.unpack_from(head, 248)[0] else None
+        return told[1]
 
     def _explain(self, key: bytes, buffer: RecordBuffer, *, whole: bool) -> RecordError | None:
         try:

@@ -45,12 +45,12 @@ def check_whole(key: bytes, buffer: RecordBuffer) -> RecordHeader:
 
 def sealed_or_error(key: bytes, buffer: RecordBuffer) -> RecordError | None:
     """`check_sealed` as a value: what is wrong, None if nothing is. Takes 2 us where that takes 17."""
-    return None if _sealed_payload(key, buffer) is not None else _explained(key, buffer, whole=False)
+    return None if sealed_payload(key, buffer) is not None else _explained(key, buffer, whole=False)
 
 
 def whole_or_error(key: bytes, buffer: RecordBuffer) -> RecordError | None:
     """`check_whole` as a value. Takes the payload's checksum and 2 us."""
-    told = _sealed_payload(key, buffer)
+    told = sealed_payload(key, buffer)
     if told is not None:
         length, checksum = told
         payload = buffer[0]
@@ -59,7 +59,7 @@ def whole_or_error(key: bytes, buffer: RecordBuffer) -> RecordError | None:
     return _explained(key, buffer, whole=True)
 
 
-def _sealed_payload(key: bytes, buffer: RecordBuffer) -> tuple[int, int] | None:
+def sealed_payload(key: bytes, buffer: RecordBuffer) -> tuple[int, int] | None:
     """Length and checksum of the payload if the record is sealed for ``key``; None if something isn't as it should."""
     image = buffer[1].tobytes()  # what is checked is what is read, whoever writes meanwhile
     magic, version, length, flags = _START.unpack_from(image)

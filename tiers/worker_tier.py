@@ -20,6 +20,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import (
     ConfigError,
     KVTransferError,
@@ -29,7 +30,7 @@ from kvtransfer.kernels.errors import (
 )
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle, TierStats
-from kvtransfer.tiers.batch import Batch, call_subscriber
+from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
