@@ -318,12 +318,11 @@ def _strided(t: Terrain, asked: Asked) -> Prediction:
         count += alone * n
         busy += alone * n * (cpu.descriptor_us + PYTHON_PIECE_US) * 1e-6
     busy += runs.count * (chunks if by_layer else 1) * RUN_LOOP_US * 1e-6
-    if t.on_gpu:
-        busy += chunks * PYTHON_CHUNK_US * 1e-6
+    chunk_s = PYTHON_CHUNK_US * 1e-6 if t.on_gpu else 0.0
+    busy += (chunks - 1) * chunk_s
     seconds, bound = _slowest(link, busy, 0.0)
-    seconds += (
-        t.spec.page_bytes * asked.pages / chunks * t.relayout_s_per_byte
-    )  # the kernel that reads along for digests
+    # The kernel that reads along for digests runs before the first copy or after the last one.
+    seconds += chunk_s + t.spec.page_bytes * asked.pages / chunks * t.relayout_s_per_byte
     return _prediction(t, "strided", asked, seconds, _even_finish(t, asked, "strided", seconds), count, bound)
 
 
