@@ -259,6 +259,8 @@ class Directory(Keeping):
         with self._working():
             if ack.id in self._lookups:
                 self._looked_up(ack)
+            elif ack.id in self._sizings:
+                self._sized(ack)
             elif ack.id in self._flights:
                 self._answer(self._flights[ack.id], ack)
             else:
@@ -273,6 +275,8 @@ class Directory(Keeping):
                 self._answer(flight, Ack(id=flight.command.id, statuses=bytes([ERROR]) * n, detail="nobody answers"))
             for _, command, _ in [*self._lookups.values()]:
                 self._looked_up(Ack(id=command.id, statuses=bytes([ERROR]) * len(command.keys)))
+            for number in [*self._sizings]:
+                self._sized(Ack(id=number, statuses=bytes([ERROR]), detail="nobody answers"))
 
     def figures(self) -> DirectoryFigures:
         """The state now."""
@@ -295,7 +299,7 @@ class Directory(Keeping):
                 tiers=tiers,
                 locks=self._index.locks,
                 pages_in_index=self._index.pages,
-                commands_under_way=len(self._flights) + len(self._lookups),
+                commands_under_way=len(self._flights) + len(self._lookups) + len(self._sizings),
                 late_answers=self.late_answers,
             )
 

@@ -88,9 +88,10 @@ class Hit:
 
 
 class Job:
-    """A store, a load or a prefetch under way: a status for each of its pages ``first``, ``first + 1`` ..."""
+    """A store, a load or a prefetch under way: a status for each of its pages ``first``, ``first + 1`` ... A resize has
+    one status."""
 
-    def __init__(self, kind: Literal["store", "load", "prefetch"], first: int, pages: int) -> None:
+    def __init__(self, kind: Literal["store", "load", "prefetch", "resize"], first: int, pages: int) -> None:
         self.kind = kind
         self.first = first
         self.codes: NDArray[np.uint8] = np.full(pages, WAITING, dtype=np.uint8)

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import INDEX_KINDS, Book, TierPlan
-from kvtransfer.commands import Scope
+from kvtransfer.commands import OK, Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Segment, page_ids_of
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.jobs import Job, Segment, page_ids_of
+from kvtransfer.kernels.errors import CapacityError, ConfigError
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import Prefetching
 from kvtransfer.radix import Match
@@ -103,9 +103,15 @@ class Keeping(Prefetching):
             for node in [node for node in self._index.nodes() if not node.children]:
                 self._index.tidy(node)
 
-    def resize(self, tier: str, capacity_pages: int) -> None:
-        """Another capacity: a slots tier grows up to its `TierPlan.most_pages`, a tier by key takes any number and
-        gives up what is too much."""
+    def resize(self, tier: str, capacity_pages: int) -> Job:
+        """Another capacity, smaller or larger. The job is done when it holds; a later `resize` cancels it.
+
+        A tier by key takes any number, and gives up what is too much. The slots tier (up to `TierPlan.most_pages`)
+        grows once the mover has the memory. It shrinks from the highest slots down: what is too much is given up by its
+        policy, what is left there moves to other slots, and then the mover gives the memory back. That waits for what
+        holds more pages than there is room for; `tick` goes on with it. Pages that are held or under way are not lost.
+        """
+        job = Job("resize", 0, 1)
         with self._working():
             book = self._book(tier)
             if book.capacity is None or capacity_pages < 1:
@@ -113,9 +119,16 @@ class Keeping(Prefetching):
                     f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages}"
                 )
             if book.is_slots:
-                book.extents.grow(capacity_pages)
-            book.capacity = capacity_pages
-            self._make_room(book, 0)
+                if capacity_pages > book.extents.count:
+                    raise CapacityError(
+                        f"{tier}: expected at most most_pages={book.extents.count} pages, got {capacity_pages}"
+                    )
+                self._set_size(book, capacity_pages, job)
+            else:
+                book.capacity = capacity_pages
+                self._make_room(book, 0)
+                self._tell(job, np.zeros(1, dtype=np.int64), OK)
+            return job
 
     # --- keeping and forgetting
 
@@ -130,7 +143,7 @@ class Keeping(Prefetching):
             return pages
 
     def tick(self) -> None:
-        """Call it now and then: pins end, cold branches are pruned."""
+        """Call it now and then: pins end, cold branches are pruned, a shrinking tier goes on."""
         with self._working():
             now = self._index.clock()
             ended = [node for until, node in self._pinned if until <= now]
@@ -138,6 +151,7 @@ class Keeping(Prefetching):
             for node in ended:
                 self._index.unlock(node)
                 self._index.tidy(node)
+            self._vacate(self._host)
             prune, host = self._prune, self._host
             if prune is not None and now - self._pruned_at >= prune.every_s:
                 self._pruned_at = now

@@ -84,8 +84,8 @@ def test_transformers_page() -> None:
 
 
 def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
-    first, disk, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
-    for block in (first, movement, sharing, faulty):
+    first, resizing, disk, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
+    for block in (first, resizing, movement, sharing, faulty):
         exec(block, {})
     told = capsys.readouterr().out
     assert "MISS" in told and "0 pages to load" in told
