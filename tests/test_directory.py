@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 import re
 import subprocess
@@ -903,10 +904,19 @@ def test_neither_torch_nor_a_gpu_is_needed() -> None:
     assert done.stdout.strip() == "1 []", done.stderr
 
 
-def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8"), re.S)
-    exec(block, {})
+def test_the_examples_of_the_documentation_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8")
+    first, recent = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(first, names)
     assert capsys.readouterr().out == "496 tokens: {'host': 496}\n"
+    monkeypatch.chdir(tmp_path)
+    with gzip.open("system_prompts.jsonl.gz", "wt") as out:
+        out.write("[1, 2, 3]\n")
+    exec(recent.replace("/nvme0/kv/recent", "recent"), names)
+    assert names["prefix"].token_ids().tolist() == list(range(992)) and names["tokens"].tolist() == [1, 2, 3]
 
 
 def test_requests_of_several_threads_and_a_mover_of_its_own() -> None:
