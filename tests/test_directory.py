@@ -908,7 +908,7 @@ def test_the_examples_of_the_documentation_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8")
-    first, recent = re.findall(r"```python\n(.*?)```", page, re.S)
+    first, recent, recompute = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(first, names)
     assert capsys.readouterr().out == "496 tokens: {'host': 496}\n"
@@ -917,6 +917,8 @@ def test_the_examples_of_the_documentation_run(
         out.write("[1, 2, 3]\n")
     exec(recent.replace("/nvme0/kv/recent", "recent"), names)
     assert names["prefix"].token_ids().tolist() == list(range(992)) and names["tokens"].tolist() == [1, 2, 3]
+    exec(recompute, {})
+    assert capsys.readouterr().out == "load 400 pages, compute from token 6400 on\n"
 
 
 def test_requests_of_several_threads_and_a_mover_of_its_own() -> None:
