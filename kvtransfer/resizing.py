@@ -24,11 +24,16 @@ class Resizing(Answers):
 
     def _set_size(self, book: Book, pages: int, job: Job) -> None:
         """The tier is to have ``pages`` slots; ``job`` is done once it has, memory and all."""
-        before, book.sizing, book.goal = book.sizing, job, pages
-        if before is not None:
-            self._tell(before, np.zeros(1, dtype=np.int64), CANCELLED)
+        self._give_up_size(book)
+        book.sizing, book.goal = job, pages
         self._set_ready(book)
         self._vacate(book)
+
+    def _give_up_size(self, book: Book) -> None:
+        """Wait for no other size any more. Its command, if it is under way, still has its answer."""
+        job, book.sizing = book.sizing, None
+        if job is not None:
+            self._tell(job, np.zeros(1, dtype=np.int64), CANCELLED)
 
     def _set_ready(self, book: Book) -> None:
         """Give out the slots that are to be and have memory, and no others."""

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtransfer.books import TierPlan
 from kvtransfer.commands import Scope
 from kvtransfer.directory import Directory
-from kvtransfer.jobs import Hit, Job
+from kvtransfer.jobs import Job, PrefixHit
 from kvtransfer.policy import EVICTION, WRITING, Prefetch, Prune
 from kvtransfer.tiers.base import PageStatus
 
@@ -63,7 +63,7 @@ class DirectorySteps(RuleBasedStateMachine):
         )
         self.memory = Memory(self.page_size, slots=next(t.capacity_pages for t in tiers if t.kind == "slots"))
         self.sizes: list[Job] = []
-        self.hits: list[tuple[Hit, list[int]]] = []
+        self.hits: list[tuple[PrefixHit, list[int]]] = []
         self.jobs: list[Job] = []
         self.loads: list[tuple[Job, list[int], list[int], Scope]] = []
         self.fetches: list[Any] = []
@@ -208,7 +208,7 @@ class DirectorySteps(RuleBasedStateMachine):
         for hit, tokens in self.hits:
             assert self.present(hit, tokens) == held[id(hit), hit.pages], "a page that was held is gone"
 
-    def present(self, hit: Hit, tokens: list[int]) -> int:
+    def present(self, hit: PrefixHit, tokens: list[int]) -> int:
         """Pages of a hit that the host tier has."""
         found = self.directory.index.match(tokens, hit.scope.name(), use=False)
         codes = self.directory.index.codes(found, "host")[: hit.pages]

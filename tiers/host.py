@@ -219,6 +219,11 @@ class HostTier:
         return min(self._slab.ready_slots, self._limit)
 
     @property
+    def grows(self) -> bool:
+        """Whether slots become ready by themselves, in the background."""
+        return self._slab.ready_slots < self._slab.goal_slots
+
+    @property
     def free_slots(self) -> int:
         """Ready slots that are not given out."""
         with self._lock:
@@ -348,11 +353,11 @@ class HostTier:
         back."""
         return self._slab.parts(first)
 
-    def copy(self, read: Slots, slots: Slots) -> None:
+    def copy(self, read: Slots, slots: Slots, *, wait_s: float = 1.0) -> None:
         """Copy whole records, payload and trailer, from the slots ``read`` to as many others.
 
         Blocks, on the calling thread. The caller sees to it that nobody writes or frees what is read; what is written
-        is in the ledger meanwhile. Raises OwnershipError if a transfer owns some of that.
+        is in the ledger meanwhile. Raises OwnershipError if a transfer owns some of that still after ``wait_s``.
         """
         sources = host_ids(read, self.ready_slots, "host slot", distinct=False)
         targets = host_ids(slots, self.ready_slots, "host slot", distinct=True)
@@ -362,11 +367,10 @@ class HostTier:
                 f"{targets[:8].tolist()}"
             )
         owner = object()
+        self.ledger.require_free(targets, wait_s)
         try:
             if self.ledger.claim(targets, owner):
-                raise OwnershipError(
-                    f"copy: expected slots that no transfer owns, got some of {targets[:8].tolist()}; wait for it first"
-                )
+                raise OwnershipError(f"copy: expected slots of the caller's, got a transfer to {targets[:8].tolist()}")
             rows, trailers = self.payload.numpy().reshape(-1, self.slot_bytes), self.trailers
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 rows[target] = rows[source]
