@@ -104,6 +104,11 @@ def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
             assert {keyword.arg for keyword in call.value.keywords} <= set(known)
 
 
+def test_metrics_page() -> None:
+    (block,) = python_blocks("docs/metrics.md")
+    exec(block.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
+
+
 def test_cache_page(capsys: Any) -> None:
     use, *_ = python_blocks("docs/index_and_cache.md")  # the others are in test_directory.py
     exec(use.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
