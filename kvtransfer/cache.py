@@ -84,6 +84,8 @@ class TieredCache:
         self._stop = threading.Event()
         mover.answer = self._answered
         directory.on_commands = self._go
+        if hasattr(mover, "lost"):
+            mover.lost = self._mover_lost
         self._ticker: threading.Thread | None = None
         if tick_s is not None:
             self._ticker = threading.Thread(target=self._tick_on, args=(tick_s,), name="kvtransfer-tick", daemon=True)
@@ -339,6 +341,15 @@ class TieredCache:
         self.directory.acknowledge(ack)
         with self.news:
             self.news.notify_all()
+
+    def _mover_lost(self, why: str) -> None:
+        """The mover's process is gone, and its memory with it: what was under way has failed, nothing is there. Tiers
+        below the host can't be reached without it."""
+        self.directory.lost()
+        self.directory.forget(self._facts.host_name)
+        for name in self.directory.lower_tiers():
+            self.directory.detach(name)
+        self.observer.noted("cache.lost", why=why)
 
     def _watch(self, handle: _H) -> _H:
         with self.news:

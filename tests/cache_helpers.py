@@ -4,9 +4,12 @@ one process and with the mover in a process of its own."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +31,7 @@ from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.mover import Mover
 from kvtransfer.policy import Prefetch
 from kvtransfer.pool import KVPool
+from kvtransfer.remote_mover import start_mover
 from kvtransfer.tier_build import TierMaker
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.batch import Verb
@@ -36,7 +40,7 @@ from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.keys import Namespace
 
 Form = Literal["one process", "two processes"]
-FORMS: tuple[Form, ...] = ("one process",)
+FORMS: tuple[Form, ...] = ("one process", "two processes")
 SMALL = KVSpec.attention(
     num_layers=3, page_size=3, kv_heads=2, head_dim=5, itemsize=1, v_head_dim=3
 )  # 144 bytes a page
@@ -201,11 +205,27 @@ class Rig:
         )
 
     def _start(self) -> Any:
-        self.parts = Parts(self.recipe)
-        return self.parts.mover
+        self.parts: Parts | None = None
+        if self.form == "one process":
+            self.parts = Parts(self.recipe)
+            return self.parts.mover
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "cache_helpers", "kvtransfer.tiers.disk"])
+        self.control, theirs = context.Pipe()
+        remote = start_mover(make_parts, self.recipe, theirs, context=context)
+        theirs.close()
+        return remote
 
     def do(self, verb: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.parts, verb)(*arguments, **named)
+        """A method of `Parts`, there."""
+        if self.parts is not None:
+            return getattr(self.parts, verb)(*arguments, **named)
+        self.control.send((verb, arguments, named))
+        assert self.control.poll(LIMIT_S), f"{verb} had no answer"
+        good, value = self.control.recv()
+        if not good:
+            raise value
+        return value
 
     def wait_layer(self, load: CacheLoad, layer: int) -> None:
         """Where the forward is: in the mover's process."""
@@ -294,16 +314,46 @@ class Rig:
                 assert np.array_equal(old[part], new[part]), "a guard was written"
 
     def close(self) -> None:
-        self.do("let_go")
-        for name in self.recipe.lower:
-            self.do("release", name)
+        try:
+            self.do("let_go")
+            for name in self.recipe.lower:
+                self.do("release", name)
+        except (OSError, EOFError):
+            pass  # its process was ended by the test
         try:
             self.cache.close(drain=False, timeout_s=LIMIT_S)
         finally:
             self._end()
 
     def _end(self) -> None:
-        self.parts.close()
+        if self.parts is not None:
+            self.parts.close()
+        else:
+            self.control.close()
+
+
+@contextmanager
+def make_parts(recipe: Recipe, control: Connection) -> Iterator[Mover]:
+    """In the mover's process: parts that do what comes over ``control``."""
+    torch.set_num_threads(1)
+    parts = Parts(recipe)
+
+    def obey() -> None:
+        while True:
+            try:
+                verb, arguments, named = control.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                control.send((True, getattr(parts, verb)(*arguments, **named)))
+            except Exception as error:
+                control.send((False, error))
+
+    threading.Thread(target=obey, daemon=True).start()
+    try:
+        yield parts.mover
+    finally:
+        parts.close()
 
 
 def hit_pages(rig: Rig, tokens: Sequence[int], **more: Any) -> int:
