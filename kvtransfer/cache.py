@@ -343,12 +343,8 @@ class TieredCache:
             self.news.notify_all()
 
     def _mover_lost(self, why: str) -> None:
-        """The mover's process is gone, and its memory with it: what was under way has failed, nothing is there. Tiers
-        below the host can't be reached without it."""
-        self.directory.lost()
-        self.directory.forget(self._facts.host_name)
-        for name in self.directory.lower_tiers():
-            self.directory.detach(name)
+        """The mover's process is gone, and its memory with it."""
+        self.directory.lost(memory=True)
         self.observer.noted("cache.lost", why=why)
 
     def _watch(self, handle: _H) -> _H:
