@@ -85,6 +85,8 @@ class TieredCache:
         self._stop = threading.Event()
         mover.answer = self._answered
         directory.on_commands = self._go
+        if hasattr(mover, "lost"):
+            mover.lost = self._mover_lost
         self._ticker: threading.Thread | None = None
         if tick_s is not None:
             self._ticker = threading.Thread(target=self._tick_on, args=(tick_s,), name="kvtransfer-tick", daemon=True)
@@ -347,6 +349,11 @@ class TieredCache:
         self.directory.acknowledge(ack)
         with self.news:
             self.news.notify_all()
+
+    def _mover_lost(self, why: str) -> None:
+        """The mover's process is gone, and its memory with it."""
+        self.directory.lost(memory=True)
+        self.observer.noted("cache.lost", why=why)
 
     def _watch(self, handle: _H) -> _H:
         with self.news:

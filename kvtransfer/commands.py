@@ -11,6 +11,8 @@ any order. A page that has no status yet stays as it is: its slots are not given
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +158,7 @@ class Ack(Message, frozen=True, tag="ack"):
 
 Command = Store | Load | Promote | Demote | Evict | Lookup | Relocate | Resize | Cancel
 AnyMessage = Command | Ack
+_M = TypeVar("_M")
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 _VERSION_ONLY = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
@@ -177,16 +180,21 @@ def ids(numbers: bytes) -> NDArray[np.int64]:
     return np.frombuffer(numbers, dtype="<i8")
 
 
-def encode(message: AnyMessage) -> bytes:
+def encode(message: Message) -> bytes:
     """As msgpack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
     """What was encoded. Raises ConfigError on another version, or on what is no message at all."""
+    return checked(data, _DECODER)
+
+
+def checked(data: bytes, decoder: msgspec.msgpack.Decoder[_M]) -> _M:
+    """`decode` for a decoder of other messages too."""
     try:
         version = msgspec.msgpack.decode(_VERSION_ONLY.decode(data).get("version", msgspec.Raw(b"\xc0")))
-        message = _DECODER.decode(data) if version == VERSION else None
+        message = decoder.decode(data) if version == VERSION else None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"message: expected a command or an answer, got {len(data)} other bytes: {error}") from error
     if message is None:

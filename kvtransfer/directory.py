@@ -289,10 +289,15 @@ class Directory(Keeping):
             else:
                 self.late_answers += len(ack.statuses)
 
-    def lost(self) -> None:
+    def lost(self, *, memory: bool = False) -> None:
         """Whoever carried out the commands is gone: what it never answered has failed. Only then: a command that is
-        still being carried out owns its slots."""
+        still being carried out owns its slots. ``memory``: the host tier is gone with it, and nobody reaches the tiers
+        below: they are detached."""
         with self._working():
+            if memory:
+                self.forget(self._host.name)
+                for name in self.lower_tiers():
+                    self.detach(name)
             for flight in [*self._flights.values()]:
                 n = flight.pages.size
                 self._answer(flight, Ack(id=flight.command.id, statuses=bytes([ERROR]) * n, detail="nobody answers"))

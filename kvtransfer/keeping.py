@@ -138,6 +138,11 @@ class Keeping(Prefetching):
         with self._index.mutex:
             return self._book(tier).capacity
 
+    def lower_tiers(self) -> list[str]:
+        """Names of the tiers by key that are attached, fastest first."""
+        with self._index.mutex:
+            return [book.name for book in self._below if book.attached]
+
     def require_fits(self, host: str, host_most_pages: int, lower: Collection[str]) -> None:
         """Raise ConfigError unless this directory has just these tiers, beside a device tier: a host tier of this name
         with at most so many slots, and these below."""

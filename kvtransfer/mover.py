@@ -138,10 +138,11 @@ class Mover:
             else:
                 self._beginning.submit(call_subscriber, partial(self._begin, under, command))
 
-    def load(self, number: int) -> LayerLoad:
+    def load(self, number: int, *, pages: int = 1, timeout_s: float = 0.0) -> LayerLoad:
         """The parts of a load (`Load.load`) that have been submitted, to wait for its layers: for whoever launches the
-        forward. Raises TransferError if there is none, or if it is long since forgotten."""
-        return self._loads.of(number)
+        forward. Holds the caller until they are so many ``pages`` (`CacheLoad.await_submitted`), which may still be on
+        their way to this process. Raises TransferError if they are less then, or long since forgotten."""
+        return self._loads.of(number, pages, timeout_s)
 
     def is_own_thread(self) -> bool:
         """Whether the caller is on the thread that answers: it must not wait for what that thread has to tell."""
