@@ -80,6 +80,7 @@ class TieredCache:
         self._active: dict[CacheLoad | CacheStore, None] = {}
         self._fetching: dict[PrefetchJob, None] = {}
         self._closed = False
+        self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
         self._stop = threading.Event()
         mover.answer = self._answered
@@ -240,6 +241,13 @@ class TieredCache:
         self.directory.detach(name)
         self.mover.detach(name)
 
+    def resize_host(self, capacity_pages: int) -> Job:
+        """Another size of the host tier, smaller or larger, memory and all: `Directory.resize`. Returns at once; the
+        job is done when it holds (`Job.add_done_callback`), CANCELLED if this is called again before."""
+        self._require_open()
+        self._resized = True
+        return self.directory.resize(self._facts.host_name, capacity_pages)
+
     def tick(self) -> None:
         """Pins end, cold branches are pruned, handles beyond their deadline are cancelled, a host tier that has grown
         is used. Called by a thread of the cache every ``tick_s``, or by you."""
@@ -248,9 +256,9 @@ class TieredCache:
             if handle.expired():
                 handle.cancel()
         before = self._facts
-        if before.host_pages < before.host_most_pages:  # it grows in the background
+        if before.host_grows:
             self._facts = self.mover.facts()
-            if self._facts.host_pages > before.host_pages:
+            if self._facts.host_pages > before.host_pages and not self._resized:
                 self.directory.resize(before.host_name, self._facts.host_pages)
 
     def stats(self) -> CacheStats:

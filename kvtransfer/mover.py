@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from kvtransfer.commands import CODES, OK, Ack, Cancel, Command, Load, Store, ids, positions
+from kvtransfer.commands import CODES, OK, Ack, Cancel, Command, Load, Relocate, Resize, Store, ids, positions
 from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.callbacks import call_subscriber
@@ -26,6 +26,7 @@ from kvtransfer.lower_tier import KeyCommand, LowerTier
 from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
 from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
 from kvtransfer.tiers.deadlines import Deadlines
+from kvtransfer.tiers.host_size import resize_host
 from kvtransfer.tiers.keys import Shard
 
 MISS, CORRUPT, ERROR = CODES[PageStatus.MISS], CODES[PageStatus.CORRUPT], CODES[PageStatus.ERROR]
@@ -99,8 +100,10 @@ class Mover:
         self._closing = False
         self._loads = LayerLoads()
         self._deadlines = Deadlines("mover", lambda: None)
-        # One thread begins what reads a lot of memory first, one tells: neither is an engine's or a tier's.
+        # One thread begins what reads a lot of memory first, one resizes, one tells: none is an engine's or a tier's.
         self._beginning = ThreadPoolExecutor(1, "kvtransfer-begins")
+        self._sizing = ThreadPoolExecutor(1, "kvtransfer-resizes")
+        self._tiers = threading.Lock()  # held while tiers are told of the host's memory
         self._telling = ThreadPoolExecutor(1, "kvtransfer-tells")
         self._teller: int | None = None
         for name, tier in (tiers or {}).items():
@@ -129,6 +132,9 @@ class Mover:
                 self._tell(under, bytes([CANCELLED if under.cancelled else ERROR]) * positions(command), refused)
             elif isinstance(command, Store | Load):
                 self._transfer(under, command)
+            elif isinstance(command, Relocate | Resize):
+                thread = self._beginning if isinstance(command, Relocate) else self._sizing
+                thread.submit(call_subscriber, partial(self._on_host, under, command))
             else:
                 self._beginning.submit(call_subscriber, partial(self._begin, under, command))
 
@@ -157,32 +163,34 @@ class Mover:
                     f"attach: expected a mover with make_tier for the options of {name!r}, got one without"
                 )
             tier = self._make_tier(name, tier)
-        try:
-            lower = LowerTier(
-                tier,
-                self.host,
-                self.shard,
-                deadline_s=self._deadline_s,
-                in_flight=self._in_flight,
-                batch_pages=self._batch_pages,
-                owned=owned,
-                observer=self._observer,
-            )
-        except BaseException:
-            if owned:
-                tier.close(drain=False)
-            raise
-        with self._changed:
-            self._lower[name] = lower
+        with self._tiers:
+            try:
+                lower = LowerTier(
+                    tier,
+                    self.host,
+                    self.shard,
+                    deadline_s=self._deadline_s,
+                    in_flight=self._in_flight,
+                    batch_pages=self._batch_pages,
+                    owned=owned,
+                    observer=self._observer,
+                )
+            except BaseException:
+                if owned:
+                    tier.close(drain=False)
+                raise
+            with self._changed:
+                self._lower[name] = lower
         return self._facts_of(tier)
 
     def detach(self, name: str, *, drain: bool = False, timeout_s: float = 60.0) -> None:
         """Take no more commands for a tier, finish or cancel those under way, and let go of it."""
-        with self._changed:
-            lower = self._lower.pop(name, None)
-        if lower is None:
-            raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
-        lower.close(drain=drain, timeout_s=timeout_s)
+        with self._tiers:
+            with self._changed:
+                lower = self._lower.pop(name, None)
+            if lower is None:
+                raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
+            lower.close(drain=drain, timeout_s=timeout_s)
 
     def facts(self) -> MoverFacts:
         """What a directory has to know of the memory here."""
@@ -197,6 +205,7 @@ class Mover:
             host_name=self.host_name,
             host_pages=self.host.ready_slots,
             host_most_pages=self.host.num_slots,
+            host_grows=self.host.grows,
             tiers=tiers,
         )
 
@@ -228,6 +237,7 @@ class Mover:
             below.close(drain=drain, timeout_s=max(0.1, until - time.monotonic()))
         self._deadlines.close()
         self._beginning.shutdown()
+        self._sizing.shutdown()
         self._telling.shutdown(wait=not self.is_own_thread())
 
     def __enter__(self) -> Mover:
@@ -289,6 +299,25 @@ class Mover:
         else:  # what has landed was not compared: of no use
             status = CANCELLED if isinstance(error, TransferCancelled) else ERROR
             self._end(under, bytes([status]) * pages, str(error))
+
+    def _on_host(self, under: _Under, command: Relocate | Resize) -> None:
+        """Copy slots within the host tier, or give it another size: on a thread that may take its time."""
+        code, said = OK, ""
+        try:
+            if command.tier != self.host_name:
+                raise ConfigError(f"expected the host tier {self.host_name!r}, got {command.tier!r}")
+            if under.cancelled:
+                raise TransferCancelled("cancelled before it was begun")
+            if isinstance(command, Relocate):
+                self.host.copy(ids(command.read), ids(command.slots))
+            else:
+                with self._tiers:
+                    with self._changed:
+                        tiers = [lower.tier for lower in self._lower.values()]
+                    resize_host(self.host, command.capacity_pages, tiers)
+        except Exception as error:  # kept: it is what became of the command
+            code, said = CANCELLED if isinstance(error, TransferCancelled) else ERROR, _said(error)
+        self._end(under, bytes([code]) * positions(command), said)
 
     def _begin(self, under: _Under, command: KeyCommand) -> None:
         """On the beginning thread: ask a lower tier."""

@@ -21,7 +21,8 @@ class TierFacts(msgspec.Struct, frozen=True):
 
 
 class MoverFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """``host_pages`` of the host tier can be used now; it may grow to ``host_most_pages``."""
+    """``host_pages`` of the host tier can be used now; it may be given up to ``host_most_pages``, and
+    ``host_grows`` by itself now."""
 
     page_size: int
     num_layers: int
@@ -30,6 +31,7 @@ class MoverFacts(msgspec.Struct, frozen=True, kw_only=True):
     host_name: str
     host_pages: int
     host_most_pages: int
+    host_grows: bool
     tiers: dict[str, TierFacts]
 
 

@@ -64,6 +64,7 @@ class Recipe:
     slots: int = 32
     lower: dict[str, dict[str, Any]] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    host: dict[str, Any] = field(default_factory=dict)
     mover: dict[str, Any] = field(default_factory=dict)
     space: Scope = SPACE
 
@@ -96,7 +97,9 @@ class Parts:
             whole = torch.from_file(str(file), shared=True, size=size + 2 * GUARD, dtype=torch.uint8)
             buffers.append(whole[GUARD : GUARD + size])
         self.pool = KVPool(recipe.declared, buffers)
-        self.host = HostTier(recipe.spec, capacity_pages=recipe.slots, pin=False, huge_pages=False, threads=1)
+        self.host = HostTier(
+            recipe.spec, capacity_pages=recipe.slots, pin=False, huge_pages=False, threads=1, **recipe.host
+        )
         self.host.payload.copy_(torch.from_numpy(random_bytes(np.random.default_rng(), self.host.payload.numel())))
         self.engine = TransferEngine(self.pool, self.host, delays=self.delays, **recipe.engine)
         self.maker = TierMaker(recipe.spec, recipe.space.namespace)
