@@ -14,7 +14,7 @@ from cache_helpers import MEMORY, Form, Rig, disk
 from engine_helpers import LIMIT_S, Bytes
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from lru_model import ExactLru
 
 from kvtransfer.commands import Scope
@@ -123,9 +123,9 @@ class FaultySteps(Steps):
         self.hits: list[Any] = []
         self.fetches: list[Any] = []
 
-    @precondition(lambda self: len(self.rig.free) >= 24)
     @rule(tokens=tokens_of, scope=st.sampled_from([0, 0, 1]), layerwise=st.booleans(), keep=st.booleans())
     def load(self, tokens: list[int], scope: int, layerwise: bool, keep: bool) -> None:
+        self.make_room()
         hit = self.rig.cache.match(tokens, self.scopes[scope])
         assert sum(hit.tokens_by_tier.values()) == hit.tokens <= len(tokens)
         load = self.rig.cache.load(hit, self.rig.take(hit.pages), layerwise=layerwise)
@@ -135,9 +135,9 @@ class FaultySteps(Steps):
         else:
             hit.release()
 
-    @precondition(lambda self: len(self.rig.free) >= 24)
     @rule(tokens=tokens_of, scope=st.sampled_from([0, 0, 1]), leaving=st.booleans())
     def store(self, tokens: list[int], scope: int, leaving: bool) -> None:
+        self.make_room()
         pages = self.fill(tokens, scope)
         self.stores.append(self.rig.cache.store(tokens, pages, self.scopes[scope], leaving=leaving))
 
@@ -148,16 +148,21 @@ class FaultySteps(Steps):
         else:
             self.fetches.append(self.rig.cache.prefetch(tokens, self.scopes[scope]))
 
-    @rule(data=st.data())
-    def stop(self, data: st.DataObject) -> None:
+    def make_room(self) -> None:
+        """Device pages for one request. (What is drawn must not depend on how quick things are.)"""
+        if len(self.rig.free) < 24:
+            self.settle()
+
+    @rule(which=st.integers(0, 1000))
+    def stop(self, which: int) -> None:
         """Something that is under way is given up."""
-        for some in (self.fetches, self.hits):
-            if some:
-                one = some.pop(data.draw(st.integers(0, len(some) - 1)))
-                one.release() if some is self.hits else self.rig.cache.stop(one)
+        if self.fetches:
+            self.rig.cache.stop(self.fetches.pop(which % len(self.fetches)))
+        if self.hits:
+            self.hits.pop(which % len(self.hits)).release()
         running = [*self.stores, *(load for load, _, _ in self.loads)]
         if running:
-            data.draw(st.sampled_from(running)).cancel()
+            running[which % len(running)].cancel()
 
     @rule()
     def collect(self) -> None:
