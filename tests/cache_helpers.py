@@ -293,8 +293,11 @@ class Rig:
     def write(self, pages: Sequence[int]) -> Bytes:
         """New bytes in device pages, as a forward would. Returns them."""
         rows = random_bytes(self.rng, len(pages), self.spec.page_bytes)
-        put_pages(self.layout, self.buffers, np.asarray(pages, dtype=np.int64), rows)
+        self.put(pages, rows)
         return rows
+
+    def put(self, pages: Sequence[int], rows: Bytes) -> None:
+        put_pages(self.layout, self.buffers, np.asarray(pages, dtype=np.int64), rows)
 
     def read(self, pages: Sequence[int] | Ids) -> Bytes:
         return page_bytes(self.layout, self.buffers, np.asarray(pages, dtype=np.int64))
@@ -348,17 +351,39 @@ class Rig:
 
         until(idle, "nothing under way")
 
-    def check(self) -> None:
-        """Books agree, no lock is left, guards are as they were."""
-        self.settle()
+    def settle_all(self) -> None:
+        """`settle`, with every gate and every stalled tier let go."""
+
+        def idle() -> bool:
+            self.do("let_go")
+            for name in self.recipe.lower:
+                self.do("release", name)
+            return self.directory.idle and not self.cache._active
+
+        until(idle, "nothing under way")
+
+    def end_pins(self) -> None:
+        def ended() -> bool:
+            self.cache.tick()
+            return not self.directory._pinned
+
+        until(ended, "pins end")
+
+    def check_books(self) -> None:
+        """Books agree, guards are as they were."""
         check_directory(self.directory)
+        for old, new in zip(self.guards, self.whole, strict=True):
+            for part in (slice(GUARD), slice(-GUARD, None)):
+                assert np.array_equal(old[part], new[part]), "a guard was written"
+
+    def check(self) -> None:
+        """And no lock is left, nor anything under a transfer."""
+        self.settle()
+        self.check_books()
         assert self.directory.index.locks == 0
         assert all(not node.locks for node in self.directory.index.nodes())
         assert self.do("busy") == (0, 0)
         assert not self.cache._active and not self.cache._sent and not self.cache._fetching
-        for old, new in zip(self.guards, self.whole, strict=True):
-            for part in (slice(GUARD), slice(-GUARD, None)):
-                assert np.array_equal(old[part], new[part]), "a guard was written"
 
     def close(self) -> None:
         try:
