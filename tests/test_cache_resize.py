@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import FORMS, Rig, hit_pages
+from cache_helpers import FORMS, SMALL, Rig, hit_pages
 from engine_helpers import LIMIT_S, until
 
+from kvtransfer.cache import TieredCache
+from kvtransfer.config import load_config
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError
+from kvtransfer.pool import KVPool
 from kvtransfer.tiers.base import PageStatus
 
 CHUNK = 4 * 4096  # four slots
@@ -103,3 +106,17 @@ def test_growing_past_what_there_is_memory_for_is_refused(rig: Rig) -> None:
     with pytest.raises(CapacityError, match="expected at most most_pages=40 pages, got 41"):
         rig.cache.resize_host(41)
     assert rig.mover.facts().host_pages == 24
+
+
+def test_a_configured_cache_grows_to_what_the_file_says() -> None:
+    pool = KVPool.allocate("vllm.LBNHC", spec=SMALL, num_pages=8, device="cpu")
+    host = {"pages": 10, "most_gb": 8 * CHUNK / 2**30, "chunk_gb": CHUNK / 2**30, "pin": False}  # 16 slots of 8,192 bytes
+    config = load_config(arguments={"tiers": {"host": host}}, environment={})
+    with TieredCache.create(pool, config, tick_s=None) as cache:
+        for pages in (16, 3, 12):
+            job = cache.resize_host(pages)
+            until(lambda done=job: done.done, "the new size")
+            assert job.statuses == [OK] and cache.mover.facts().host_pages == pages
+            assert cache.stats().directory.tiers["host"].capacity_pages == pages
+        with pytest.raises(CapacityError, match="most_pages=16 pages, got 17"):
+            cache.resize_host(17)
