@@ -112,7 +112,7 @@ def test_every_tier_is_made_with_what_it_asks_for(side: Guarded, tmp_path: Path)
             until(lambda: cache.directory.idle, "nothing under way")
         assert np.array_equal(load(cache, side, tokens), rows)
         assert cache.scope.salt == b"s" and len(cache.scope.namespace) == 32
-    assert list((tmp_path / "d").iterdir())[0].name.startswith(cache.scope.namespace.hex()[:8])
+    assert next((tmp_path / "d").iterdir()).name.startswith(cache.scope.namespace.hex()[:8])
 
 
 def test_policies_come_from_the_configuration() -> None:
@@ -236,8 +236,12 @@ def test_the_keeper_writes_now_and_then_and_keeps_the_earlier_ones(side: Guarded
         assert not file.exists()  # nothing was used
         for seed in range(2):
             store(cache, side, tokens_of(2, seed))
-        keeper.tick()
-        until(lambda: (keeper.tick(), file.exists())[1], "it is written")
+
+        def written() -> bool:
+            keeper.tick()
+            return file.exists()
+
+        until(written, "it is written")
         again = RecentKeeper(cache.directory.index, file, 3, observer=told)
         assert [p.token_ids().tolist() for p in again.read()] == [tokens_of(2, 1), tokens_of(2, 0)]
         cache.flush("host")

@@ -313,7 +313,7 @@ def test_bad_input_is_refused_before_anything_is_touched(make: MakeRig) -> None:
     with pytest.raises(OwnershipError, match="held"):
         rig.cache.load(hit, [0, 1, 2])
     with pytest.raises(LayoutError):
-        rig.cache.match([1.5, 2.5])
+        rig.cache.match(np.array([1.5, 2.5]))
     after = rig.cache.stats().directory
     assert after.tiers == before.tiers and after.commands_under_way == 0
 

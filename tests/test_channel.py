@@ -52,11 +52,13 @@ def test_messages_arrive_in_order(ends: Any) -> None:
 def test_a_large_message_and_nobody_who_reads_hold_nobody_up() -> None:
     ours, theirs = multiprocessing.Pipe()
     end = End(ours)
-    sender = threading.Thread(
-        target=lambda: [
-            end.channel.send(Evict(id=n, tier="t", scope=Scope(), keys=[bytes(32)] * 5000)) for n in range(50)
-        ]
-    )
+    large = Evict(id=1, tier="t", scope=Scope(), keys=[bytes(32)] * 5000)
+
+    def send() -> None:
+        for _ in range(50):
+            end.channel.send(large)
+
+    sender = threading.Thread(target=send)
     sender.start()
     sender.join(LIMIT_S)
     assert not sender.is_alive()
@@ -74,9 +76,10 @@ def test_the_other_end_closes(ends: Any) -> None:
     assert a.got == [Cancel(id=1, command=1)] and "ended" in a.ended[0] and len(b.ended) == 1
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"nonsense", encode(Cancel(id=1, command=1)).replace(b"\xa7version\x01", b"\xa7version\x63")]
-)
+OF_ANOTHER_RELEASE = encode(Cancel(id=1, command=1, version=99))
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", OF_ANOTHER_RELEASE], ids=["empty", "nonsense", "version"])
 def test_what_is_no_message_ends_it(data: bytes) -> None:
     ours, theirs = multiprocessing.Pipe()
     end = End(ours)
@@ -129,7 +132,7 @@ def test_calls_that_fail_or_get_no_answer() -> None:
         remote.facts()
     with pytest.raises(ConfigError, match="options"):
         remote.attach("x", object())
-    with pytest.raises(ConfigError, match="Mover.load"):
+    with pytest.raises(ConfigError, match=r"Mover\.load"):
         remote.load(3)
     remote.close(timeout_s=1.0)
     other.channel.close()
@@ -150,11 +153,10 @@ def test_a_mover_that_is_gone_answers_error() -> None:
     until(lambda: lost, "it is lost")
     waiting.join(LIMIT_S)
     assert isinstance(met[0], UnavailableError)
-    remote.submit([Cancel(id=1, command=9), Lookup(id=2, tier="far", scope=Scope(), keys=[b"k"] * 3)])
+    lookup = Lookup(id=2, tier="far", scope=Scope(), keys=[b"k"] * 3)
+    remote.submit([Cancel(id=1, command=9), lookup])
     until(lambda: acks, "an answer")
-    assert acks == [
-        Ack.of(Lookup(id=2, tier="far", scope=Scope(), keys=[b"k"] * 3), PageStatus.ERROR, detail=acks[0].detail)
-    ]
+    assert acks == [Ack.of(lookup, PageStatus.ERROR, detail=acks[0].detail)] and "gone" in acks[0].detail
     assert remote.stats() == {} and len(lost) == 1
     with pytest.raises(UnavailableError):
         remote.facts()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from cache_helpers import MEMORY, SMALL, SPACE, Parts, Recipe
 from engine_helpers import GUARD, LIMIT_S, until
 
@@ -100,7 +101,7 @@ def test_the_round_of_a_page(bench: Bench) -> None:
     for a, b in zip((5, 6, 7, 8), (20, 21, 22, 23), strict=True):
         for layer in range(SMALL.num_layers):
             for part in (0, 1):
-                view = pool.view(layer, part, __import__("torch").uint8)
+                view = pool.view(layer, part, torch.uint8)
                 assert (view[a] == view[b]).all()
     assert bench.ask(Evict(id=7, tier="far", scope=SPACE, keys=KEYS[:2])) == [OK] * 2
     assert bench.ask(promote(8, ids(14, 15, 16, 17))) == [MISS, MISS, OK, OK]
@@ -131,7 +132,7 @@ def test_known_bad_slots_are_never_sealed(bench: Bench) -> None:
 def test_tokens_are_compared_not_keys_alone(bench: Bench) -> None:
     bench.ask(Store(id=1, pages=ids(0, 1, 2, 3), tier="host", slots=ids(0, 1, 2, 3)))
     bench.ask(demote(2, ids(0, 1, 2, 3)))
-    others = TOKENS[:3] + [99] + TOKENS[4:]
+    others = [*TOKENS[:3], 99, *TOKENS[4:]]
     statuses = bench.ask(promote(3, ids(8, 9, 10, 11), others))
     assert statuses == [OK, PageStatus.CORRUPT, OK, OK] and "tokens" in bench.acks[3].detail
 
@@ -208,9 +209,9 @@ def test_layers_of_a_load_that_has_not_come_yet(bench: Bench) -> None:
 def test_bad_settings(bench: Bench) -> None:
     from kvtransfer.mover import Mover
 
-    for more in ({"deadline_s": 0.0}, {"deadline_s": float("nan")}):
+    for deadline_s in (0.0, float("nan")):
         with pytest.raises(ConfigError, match="deadline_s"):
-            Mover(bench.parts.engine, **more)
+            Mover(bench.parts.engine, deadline_s=deadline_s)
     plain = Mover(bench.parts.engine)
     with pytest.raises(ConfigError, match="make_tier"):
         plain.attach("ram", {"kind": "memory", "cache_gb": 1.0})
