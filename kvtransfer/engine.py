@@ -135,6 +135,11 @@ class TransferEngine:
             host.address + (host.device_shift(pool.device) if on_gpu and host.pinned else 0),
         )
         ends = {"load": (host.layout, pool.layout, "src"), "store": (pool.layout, host.layout, "dst")}
+        if on_gpu and script and ring is not None:
+            with torch.cuda.device(pool.device):
+                for direction in ends:
+                    if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
+                        self._shop.submitters[direction] = submitter
         self._terrain = {
             direction: Terrain(
                 direction,
@@ -146,6 +151,7 @@ class TransferEngine:
                 self.profile,
                 budget,
                 host.slot_bytes,
+                scripted=bool(self._shop.submitters),
             )
             for direction, (source, target, order) in ends.items()
         }
@@ -162,11 +168,6 @@ class TransferEngine:
             load_kernels(self._shop, host_pinned=host.pinned)
             for power in range((pool.num_pages - 1).bit_length() + 1):  # so that no call has to
                 self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
-            if script and ring is not None:
-                with torch.cuda.device(pool.device):
-                    for direction in ends:
-                        if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
-                            self._shop.submitters[direction] = submitter
         self._timeline: Timeline | None = None
         wanted = timeline_wanted(pool.name)
         if wanted is not None:
