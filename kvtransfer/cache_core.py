@@ -20,6 +20,7 @@ from kvtransfer.kernels.errors import ConfigError, LayoutError, TierError, Unava
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.recent_keeper import RecentKeeper
+from kvtransfer.recompute import Prefill, TierRates
 
 if TYPE_CHECKING:
     from kvtransfer.layer_loads import LayerLoad
@@ -39,6 +40,7 @@ class CacheCore:
         deadline_s: float = 30.0,
         tick_s: float | None = 1.0,
         recent: RecentKeeper | None = None,
+        prefill: Prefill | None = None,
         observer: Observer = NO_OBSERVER,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
@@ -70,7 +72,7 @@ class CacheCore:
         directory.on_commands = self._go
         if hasattr(mover, "lost"):
             mover.lost = self._mover_lost
-        self._recent = recent
+        self._recent, self._prefill, self._rates = recent, prefill, TierRates()
         self._ticker: threading.Thread | None = None
         if tick_s is not None:
             self._ticker = threading.Thread(target=self._tick_on, args=(tick_s,), name="kvtransfer-tick", daemon=True)
@@ -78,13 +80,18 @@ class CacheCore:
 
     def tick(self) -> None:
         """Pins end, cold branches are pruned, handles beyond their deadline are cancelled, a host tier that has grown
-        is used. Called by a thread of the cache every ``tick_s``, or by you."""
+        is used, prefixes used last are written down, lower tiers' speed is looked at. Called by a thread of the cache
+        every ``tick_s``, or by you: by one thread."""
         self.directory.tick()
         for handle in [*self._active]:
             if handle.expired():
                 handle.cancel()
         if self._recent is not None:
             self._recent.tick()
+        if self._prefill is not None:
+            now = time.monotonic()
+            for name, state in self.mover.stats().items():
+                self._rates.sample(name, state, now)
         before = self._facts
         if before.host_grows:
             self._facts = self.mover.facts()

@@ -22,6 +22,7 @@ from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.layer_loads import LayerLoad, LayerLoads
 from kvtransfer.lower_tier import KeyCommand, LowerTier
 from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
+from kvtransfer.recompute import link_rate
 from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
 from kvtransfer.tiers.deadlines import Deadlines
 from kvtransfer.tiers.host_size import resize_host
@@ -178,6 +179,7 @@ class Mover:
             host_most_pages=self.host.num_slots,
             host_grows=self.host.grows,
             tiers=tiers,
+            link_bytes_per_s=link_rate(self.engine.profile, spec.page_bytes).bytes_per_s,
         )
 
     def stats(self) -> dict[str, TierState]:

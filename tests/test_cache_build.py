@@ -295,3 +295,19 @@ def test_a_host_that_grows_in_the_background_is_used_as_it_grows(side: Guarded) 
 
         until(grown, "it has grown")
         assert np.array_equal(load(cache, side, tokens), rows)
+
+
+def test_what_is_faster_to_compute_is_not_loaded(side: Guarded) -> None:
+    tokens = tokens_of(8)
+    for prefill, expected in ((None, 8), (1.0, 8), (1e12, 0)):  # tokens a second
+        with created(side, configured(prefill_tokens_per_s=prefill)) as cache:
+            rows = store(cache, side, tokens)
+            cache.tick()
+            with cache.match(tokens) as hit:
+                assert cache.worth_loading(hit) == expected
+                assert cache.worth_loading(hit, total_tokens=len(tokens), layerwise=True) == expected
+                handle = cache.load(hit, range(30, 30 + expected), pages=expected)
+            handle.result(LIMIT_S).require()
+            assert np.array_equal(side.pages(list(range(30, 30 + expected))), rows[:expected])
+            with cache.match(tokens, device_pages=3) as hit:
+                assert cache.worth_loading(hit) == max(3, expected)
