@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.cache_handles import CacheLoad, CacheStore
 from kvtransfer.cache_parts import Dropped, MoverPort, PageIds
-from kvtransfer.commands import Ack, Load, Scope, ids
+from kvtransfer.commands import Ack, Command, Load, Scope, ids
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TierError, UnavailableError
@@ -64,6 +64,7 @@ class CacheCore:
         self._sent: dict[int, list[NDArray[np.int64]]] = {}  # by load: device pages whose load has been submitted
         self._active: dict[CacheLoad | CacheStore, None] = {}
         self._fetching: dict[PrefetchJob, None] = {}
+        self._going = threading.RLock()
         self._closed = False
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
@@ -119,10 +120,14 @@ class CacheCore:
     # --- inside
 
     def _go(self) -> None:
-        """Hand over what the directory wants done. Two threads may do this at once: commands need no order."""
-        commands = self.directory.commands()
-        if not commands:
-            return
+        """Hand over what the directory wants done. One thread at a time, so that a store is fenced when the call that
+        made it returns, whichever thread took its command. Nobody's callbacks run in here."""
+        with self._going:
+            commands = self.directory.given_out()
+            if commands:
+                self._submit(commands)
+
+    def _submit(self, commands: list[Command]) -> None:
         loads = [command for command in commands if isinstance(command, Load)]
         with self.news:
             for command in loads:

@@ -243,6 +243,26 @@ def test_close_without_draining_says_what_it_dropped(make: MakeRig) -> None:  # 
     assert store.done() and dropped.pages >= 3
 
 
+def test_two_caches_share_a_tier(make: MakeRig, tmp_path: Path) -> None:  # noqa: F811
+    """What one has written the other finds, though its index knows nothing of it; another salt finds nothing."""
+    shared = {"far": {"kind": "object_store", "url": f"file://{tmp_path}/shared"}}
+    one, two = make(lower=shared), make(lower=shared)
+    tokens = one.tokens(5)
+    rows = one.stored(tokens)
+    assert hit_pages(two, tokens) == 0
+    other = two.cache.prefetch(tokens, OTHERS["salt"])
+    job = two.cache.prefetch(tokens)
+    until(lambda: job.done and other.done, "they have ended")
+    assert job.statuses == [OK] * 5 and OK not in other.statuses
+    assert np.array_equal(two.loaded(tokens), rows)
+    with two.cache.match(tokens) as hit:
+        assert hit.hinted_pages == 0 and dict(hit.tokens_by_tier) == {"host": 15}
+    two.cache.flush("host")
+    assert hit_pages(two, tokens) == 0  # what a shared tier has is a hint
+    one.cache.evict("far", 5)
+    one.settle()
+
+
 # --- what two pages must have in common
 
 
