@@ -203,6 +203,8 @@ class Keeping(Prefetching):
                 self._index.tidy(node)
             self._vacate(self._host)
             prune, host = self._prune, self._host
+            if host.sizing is not None:
+                return  # pages that are relocated count twice; what is too much was given up when that began
             if host.used - host.leaving > self._high * (host.capacity or 0):
                 self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))
             if prune is not None and now - self._pruned_at >= prune.every_s:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cache_helpers import FORMS, SMALL, Rig, hit_pages
-from engine_helpers import LIMIT_S, until
+from engine_helpers import LIMIT_S, put_pages, until
 
 from kvtransfer.cache import TieredCache
 from kvtransfer.config import load_config
@@ -40,7 +42,12 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
 
 def sized(cache: TieredCache, pages: int) -> Job:
     job = cache.resize_host(pages)
-    until(lambda: job.done, f"{pages} pages")
+
+    def done() -> bool:
+        cache.tick()
+        return job.done
+
+    until(done, f"{pages} pages")
     return job
 
 
@@ -100,6 +107,54 @@ def test_sizes_that_follow_each_other(rig: Rig) -> None:
     assert jobs[-1].statuses == [OK] and rig.mover.facts().host_pages == 7
     tokens = rig.tokens(7)
     assert np.array_equal(rig.stored(tokens), rig.loaded(tokens))
+
+
+def content(prefix: list[int]) -> bytes:
+    """Of the page that a prefix ends in, whoever computes it."""
+    return hashlib.shake_128(repr(prefix).encode()).digest(SMALL.page_bytes)
+
+
+def test_requests_go_on_while_the_size_changes(rig: Rig) -> None:
+    """Three threads match, load, compare and store while a fourth asks for one size after the other."""
+    size = rig.page_size
+    trunk = rig.tokens(3, rest=0)
+    asked = [rig.tokens(n, after=trunk, rest=0) for n in (1, 3, 4, 6)] + [rig.tokens(7, rest=0)]
+    rows = [
+        np.array([[*content(tokens[: (n + 1) * size])] for n in range(len(tokens) // size)], dtype=np.uint8)
+        for tokens in asked
+    ]
+    failures: list[BaseException] = []
+    over = threading.Event()
+
+    def serve(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        mine = np.arange(seed * 20, seed * 20 + 20)  # device pages
+        try:
+            while not over.is_set():
+                which = int(rng.integers(len(asked)))
+                tokens, want = asked[which], rows[which]
+                pages = rng.permutation(mine)[: len(want)]
+                with rig.cache.match(tokens) as hit:
+                    load = rig.cache.load(hit, pages[: hit.pages])
+                assert PageStatus.CORRUPT not in load.result(LIMIT_S).statuses
+                assert np.array_equal(rig.read(pages[: load.usable_pages]), want[: load.usable_pages])
+                put_pages(rig.layout, rig.buffers, pages, want)
+                rig.cache.store(tokens, pages).result(LIMIT_S)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    rng = np.random.default_rng()
+    try:
+        for _ in range(10):
+            assert sized(rig.cache, int(rng.integers(11, 41))).statuses == [OK] and not failures
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    assert not failures and not any(thread.is_alive() for thread in threads)
 
 
 def test_growing_past_what_there_is_memory_for_is_refused(rig: Rig) -> None:

@@ -703,6 +703,20 @@ def test_the_host_tier_shrinks_and_keeps_what_the_policy_keeps() -> None:
     assert hit_of(directory, new)[0] == hit_of(directory, old)[0] == 6
 
 
+def test_pages_on_the_move_are_not_taken_for_too_much() -> None:
+    """They have two slots each meanwhile: a tick must not clear the tier for that."""
+    directory, memory = make(TierPlan("host", capacity_pages=12), prune=Prune(watermark=1.0, every_s=0.0, idle_s=0.0))
+    old, new = list(range(100, 112)), list(range(12))
+    store(directory, memory, old)
+    store(directory, memory, new)
+    job = directory.resize("host", 8)
+    for _ in range(3):
+        directory.tick()
+    memory.drain(directory)
+    assert job.statuses == [GOOD] and directory.figures().tiers["host"].counters["relocated"] == 4
+    assert hit_of(directory, old)[0] == 2 and hit_of(directory, new)[0] == 6
+
+
 def test_what_is_held_is_waited_for() -> None:
     directory, memory = make(TierPlan("host", capacity_pages=8))
     tokens = list(range(16))
