@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -108,6 +109,7 @@ class Job:
         self.bad_layers: list[tuple[int, int]] = []
         self.node: Node | None = None  # locked for it
         self._unknown = pages
+        self._telling = threading.Lock()  # of `done` and the callbacks: one that comes while it ends is called all the same
         self._callbacks: list[Callable[[Job], object]] = []
 
     @property
@@ -135,10 +137,11 @@ class Job:
     def add_done_callback(self, callback: Callable[[Job], object]) -> None:
         """Call it once the job is done (at once if it is), on the thread that brought the last answer, without any of
         the directory's locks."""
-        if self.done:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
+        with self._telling:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def _settle(self, pages: Ids, status: int) -> bool:
         """Write a status down where there is none. Whether this was the last that was missing."""
@@ -151,8 +154,9 @@ class Job:
         return bool(at.size) and not self._unknown
 
     def _finish(self) -> list[Callable[[Job], object]]:
-        self.done = True
-        out, self._callbacks = self._callbacks, []
+        with self._telling:
+            self.done = True
+            out, self._callbacks = self._callbacks, []
         return out
 
 
