@@ -83,11 +83,9 @@ class TieredCache(CacheUpkeep):
         """
         self._require_open()
         given = self._checked(page_ids)
-        return self._watch(
-            CacheLoad(
-                self, self.directory.load(hit, given, layerwise=layerwise, pages=pages), self._deadline(deadline_s)
-            )
-        )
+        deadline = self._deadline(deadline_s)
+        job = self.directory.load(hit, given, layerwise=layerwise, pages=pages)
+        return self._watch(CacheLoad(self, job, deadline))
 
     def store(
         self,

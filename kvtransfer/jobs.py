@@ -109,7 +109,9 @@ class Job:
         self.bad_layers: list[tuple[int, int]] = []
         self.node: Node | None = None  # locked for it
         self._unknown = pages
-        self._telling = threading.Lock()  # of `done` and the callbacks: one that comes while it ends is called all the same
+        self._telling = (
+            threading.Lock()
+        )  # of `done` and the callbacks: one that comes while it ends is called all the same
         self._callbacks: list[Callable[[Job], object]] = []
 
     @property
