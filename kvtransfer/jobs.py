@@ -215,9 +215,21 @@ class Flight:
 
 def page_ids_of(given: NDArray[np.int64] | Sequence[int], count: int, verb: str) -> Ids:
     """Device page ids, int64, a copy of the caller's. Raises LayoutError unless they are ``count`` distinct ones."""
-    out = np.array(given, dtype=np.int64).reshape(-1)
+    out = integers(given, verb)
     if out.size != count:
         raise LayoutError(f"{verb}: expected {count} device pages, one for each page of tokens, got {out.size}")
     if out.size and (int(out.min()) < 0 or int(out.max()) > MAX_SLOT or np.unique(out).size < out.size):
         raise LayoutError(f"{verb}: expected distinct device pages in 0..{MAX_SLOT}, got {out[:8].tolist()}")
     return out
+
+
+def integers(given: NDArray[np.int64] | Sequence[int], what: str) -> Ids:
+    """A list of ids as int64, a copy. Raises LayoutError on what are no integers, or not one list of them: 1.5 is no
+    page 1, and a mask is no list of pages."""
+    try:
+        out = np.asarray(given)
+    except ValueError as error:
+        raise LayoutError(f"{what}: expected a list of integers, got a ragged one") from error
+    if out.size and (out.ndim != 1 or out.dtype.kind not in "iu"):
+        raise LayoutError(f"{what}: expected a list of integers, got shape {out.shape} of {out.dtype}")
+    return out.astype(np.int64).reshape(-1)

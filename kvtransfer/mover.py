@@ -89,8 +89,8 @@ class Mover:
         self._lower: dict[str, LowerTier] = {}
         self._loads = LayerLoads()
         self._deadlines = Deadlines("mover", lambda: None)
-        # One thread begins what somebody waits for, one what reads a lot of memory first (to seal it), one resizes: none
-        # is an engine's or a tier's.
+        # One thread begins what somebody waits for, one what reads a lot of memory first (to seal it), one resizes:
+        # none is an engine's or a tier's.
         self._reading = ThreadPoolExecutor(1, "kvtransfer-reads")
         self._writing = ThreadPoolExecutor(1, "kvtransfer-writes")
         self._sizing = ThreadPoolExecutor(1, "kvtransfer-resizes")
