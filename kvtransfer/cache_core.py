@@ -67,6 +67,7 @@ class CacheCore:
         self._fetching: dict[PrefetchJob, None] = {}
         self._going = threading.RLock()
         self._closed = False
+        self._sizing = threading.RLock()
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
         self._stop = threading.Event()
@@ -97,8 +98,9 @@ class CacheCore:
         before = self._facts
         if before.host_grows:
             self._facts = self.mover.facts()
-            if self._facts.host_pages > before.host_pages and not self._resized:
-                self.directory.resize(before.host_name, self._facts.host_pages)
+            with self._sizing:
+                if self._facts.host_pages > before.host_pages and not self._resized:
+                    self.directory.grown(before.host_name, self._facts.host_pages)
 
     # --- for the handles
 

@@ -161,7 +161,7 @@ def test_layers_of_a_load_that_the_mover_has_forgotten(tmp_path: Path) -> None:
             for number in range(KEPT + 2):
                 loads.append(rig.cache.load(hit, pages[:1] if not number else pages[1:], layerwise=True))
                 loads[-1].result(LIMIT_S).require()
-        with pytest.raises(TransferError, match="forgotten|expected 1 pages"):
+        with pytest.raises(TransferError, match="expected 1 pages"):
             rig.mover.load(loads[0].number)
         loads[0].wait_layer(0)
         loads[0].wait_all()

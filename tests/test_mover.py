@@ -219,7 +219,7 @@ class Registers(FaultyTier):
         self.gate.wait(LIMIT_S)
         super().register(memory)
 
-    def close(self, *, drain: bool = True, timeout_s: float = 60.0) -> None:
+    def close(self, *, drain: bool = True, timeout_s: float | None = 60.0) -> None:
         self.closed = True
         super().close(drain=drain, timeout_s=timeout_s)
 
