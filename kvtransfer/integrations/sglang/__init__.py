@@ -1,0 +1,24 @@
+"""kvtransfer inside SGLang 0.5.23. docs/sglang.md says how to start it with each of these.
+
+    KVTransferStorage  behind HiCache's host memory  --hicache-storage-backend dynamic
+
+Nothing of SGLang is imported before one of the names is asked for.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtransfer.integrations.sglang.storage import KVTransferStorage
+
+__all__ = ["KVTransferStorage"]
+
+_MODULES = {"KVTransferStorage": "kvtransfer.integrations.sglang.storage"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
