@@ -10,8 +10,7 @@ from sglang.srt.mem_cache.pool_host.base import ranks_per_host
 
 from kvtransfer.config import Config
 from kvtransfer.integrations.sglang.host_pages import HostPages
-from kvtransfer.integrations.sglang.settings import engine_kv_dtype
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.integrations.sglang.settings import engine_kv_dtype, engine_model
 from kvtransfer.tiers.disk_folder import Place
 from kvtransfer.tiers.keys import Namespace, Shard
 
@@ -33,11 +32,7 @@ class Identity:
     @classmethod
     def of(cls, config: Config, ranks: HiCacheStorageConfig, held: torch.dtype) -> Identity:
         """``held``: the dtype of the KV pool's memory. Raises ConfigError where nobody names the model or the dtype."""
-        model = config.namespace.model or ranks.model_name
-        if not model:
-            raise ConfigError(
-                "namespace.model: expected a fingerprint of the model where SGLang names none, got nothing; set it"
-            )
+        model = engine_model(config, ranks.model_name)
         place = Place(
             instance=config.instance, dp=ranks.dp_rank, pp=ranks.pp_rank, cp=ranks.attn_cp_rank, tp=ranks.tp_rank
         )
@@ -87,7 +82,7 @@ class Identity:
         """For the log."""
         ranks = self.ranks
         return (
-            f"model {self.model}, tp {ranks.tp_rank}/{ranks.tp_size}, pp {ranks.pp_rank}/{ranks.pp_size}, "
+            f"model {self.model!r}, tp {ranks.tp_rank}/{ranks.tp_size}, pp {ranks.pp_rank}/{ranks.pp_size}, "
             f"cp {ranks.attn_cp_rank}/{ranks.attn_cp_size}, dp {ranks.dp_rank}"
         )
 

@@ -43,3 +43,18 @@ def engine_kv_dtype(config: Config, held: Any) -> str:
     if said == "auto" and held_name != "uint8":
         said = held_name
     return kv_dtype_of(config, said)
+
+
+def engine_model(config: Config, name: str | None) -> str:
+    """A text that names the weights: the configuration's ``namespace.model``, or what SGLang says of them.
+
+    That is ``name`` (the served one, with a tag of the page format), the path they were loaded from, and the revision:
+    two models served under one name differ. Raises ConfigError where there is nothing.
+    """
+    if config.namespace.model:
+        return config.namespace.model
+    told = get_model()
+    said = [name, getattr(told, "model_path", None), getattr(told, "revision", None)]
+    if not any(said):
+        raise ConfigError("namespace.model: expected a fingerprint of the model where SGLang names none; set it")
+    return "\0".join(str(one or "") for one in said)

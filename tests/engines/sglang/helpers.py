@@ -34,7 +34,7 @@ RANKS = {
 
 def publish(**settings: Any) -> ServerArgs:
     """Server arguments that SGLang's own code finds."""
-    arguments = ServerArgs(model_path="dummy", **settings)
+    arguments = ServerArgs(**{"model_path": "dummy", **settings})
     set_global_server_args_for_scheduler(arguments)
     return arguments
 

@@ -146,7 +146,9 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "layout", "dtype", "page size", "heads", "layers", "salt", "interface"])
+@pytest.mark.parametrize(
+    "change", [*CHANGES, "path", "layout", "dtype", "page size", "heads", "layers", "salt", "interface"]
+)
 def test_every_difference_is_a_miss(change: str, tmp_path: Path) -> None:
     """Over one store: what was written with one identity is not there with another, and still there with its own."""
     settings: dict[str, Any] = {
@@ -167,6 +169,8 @@ def test_every_difference_is_a_miss(change: str, tmp_path: Path) -> None:
         other = make_pool("mha", "page_first", heads=4, head_dim=4)
     elif change == "layers":
         other = make_pool("mha", "page_first", heads=1, layers=6)
+    elif change == "path":  # other weights under the same served name
+        helpers.publish(model_path="other", page_size=4)
     elif change == "salt":
         config = helpers.storage_config({**settings, "namespace": {"salt": "two"}})
     elif change == "interface":
@@ -296,7 +300,6 @@ def test_clear_and_bad_calls() -> None:
         ({}, {}, "at least one below the host"),
         ({"enabled": False, **MEMORY}, {}, "enabled"),
         ({"tires": {}}, {}, "tiers"),
-        (MEMORY, {"model_name": None}, "namespace.model"),
     ],
 )
 def test_refused_at_start(settings: dict[str, Any], changes: dict[str, Any], message: str) -> None:

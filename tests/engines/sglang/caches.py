@@ -1,0 +1,150 @@
+"""SGLang's whole prefix cache on a CPU, for tests that go through all of it: device, host, storage and back."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    CacheRequestHandle,
+    EvictParams,
+    InitLoadBackParams,
+    InsertParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+PAGE = 4
+IO_BACKENDS = {"layer_first": "direct", "page_first": "kernel", "page_first_direct": "direct", "page_head": "kernel"}
+
+
+def rows_of(host: Any, layer: int, kind: int, indices: torch.Tensor) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """One layer's K (0) or V (1) of a host pool: the tensor, and the index that names these tokens' rows in it."""
+    buffer, pages, tokens = host.kv_buffer, indices // host.page_size, indices % host.page_size
+    if host.layout == "layer_first":
+        return buffer[kind, layer], (indices,)
+    if host.layout == "page_first":
+        return buffer[kind, :, layer], (indices,)
+    if host.layout == "page_first_direct":
+        return buffer[kind, :, layer], (pages, tokens)
+    # page_head: (kv, page, head, token, layer, dim)
+    return buffer[kind, :, :, :, layer].transpose(1, 2), (pages, tokens)
+
+
+def copies_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand in for SGLang's GPU copies between its MHA pools, in every layout."""
+
+    def backup(self: Any, device_pool: Any, host_indices: Any, device_indices: Any, io_backend: str) -> None:
+        for layer in range(self.layer_num):
+            for kind, source in enumerate((device_pool.k_buffer[layer], device_pool.v_buffer[layer])):
+                rows, at = rows_of(self, layer, kind, host_indices)
+                rows[at] = source[device_indices]
+
+    def load(
+        self: Any, device_pool: Any, host_indices: Any, device_indices: Any, layer_id: int, io_backend: str, **_: Any
+    ) -> None:
+        for kind, target in enumerate((device_pool.k_buffer[layer_id], device_pool.v_buffer[layer_id])):
+            rows, at = rows_of(self, layer_id, kind, host_indices)
+            target[device_indices] = rows[at]
+
+    monkeypatch.setattr(MHATokenToKVPoolHost, "backup_from_device_all_layer", backup)
+    monkeypatch.setattr(MHATokenToKVPoolHost, "load_to_device_per_layer", load)
+
+
+class Engine:
+    """Device pool, allocator and request table of one engine."""
+
+    def __init__(self, pool: MHATokenToKVPool) -> None:
+        self.pool = pool
+        self.allocator = PagedTokenToKVPoolAllocator(
+            pool.size, pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
+        )
+        self.requests = ReqToTokenPool(size=8, max_context_len=256, device="cpu", enable_memory_saver=False)
+
+    def params(self, **more: Any) -> CacheInitParams:
+        return CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.requests,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=self.pool.page_size,
+            tree_components=(ComponentType.FULL,),
+            **more,
+        )
+
+    def rows(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        """A copy of the K and V rows at these places, layer by layer."""
+        return [buffer[indices].clone() for buffer in (*self.pool.k_buffer, *self.pool.v_buffer)]
+
+    def forward(self, count: int) -> torch.Tensor:
+        """Fresh places, filled as a forward would."""
+        indices = self.allocator.alloc(count)
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer[indices] = torch.randn(count, *buffer.shape[1:]).to(buffer.dtype)
+        return indices
+
+    def wipe(self) -> None:
+        """Other bytes everywhere."""
+        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+            buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+
+
+def key(tokens: Sequence[int], **more: Any) -> RadixKey:
+    return RadixKey(array("q", tokens), **more)
+
+
+def insert(cache: Any, tokens: Sequence[int], indices: torch.Tensor, **more: Any) -> None:
+    cache.insert(InsertParams(key=key(tokens, **more), value=indices))
+
+
+def match(cache: Any, tokens: Sequence[int], req: Any = None, **more: Any) -> Any:
+    return cache.match_prefix(MatchPrefixParams(key=key(tokens, **more), req=req))
+
+
+def evict_all(cache: Any, tokens: int) -> None:
+    cache.evict(EvictParams(num_tokens=tokens))
+
+
+def request(name: str, matched: Any = None) -> Any:
+    """As much of a request as the caches look at."""
+    return SimpleNamespace(
+        rid=name,
+        last_node=getattr(matched, "last_device_node", None),
+        prefix_len=getattr(matched, "device_prefix_len", 0),
+        host_hit_length=getattr(matched, "host_hit_length", 0),
+        swa_host_hit_length=0,
+        mamba_host_hit_length=0,
+        swa_branching_seqlen=None,
+        extra_key=None,
+        cache_salt=None,
+        session=None,
+        kv=SimpleNamespace(mamba_pool_idx=None, holds_mamba=False),
+    )
+
+
+def load_back(cache: Any, matched: Any, req: Any) -> Any:
+    return cache.init_load_back(
+        InitLoadBackParams(best_match_node=matched.best_match_node, host_hit_length=matched.host_hit_length, req=req)
+    )
+
+
+def until(what: Callable[[], bool], tick: Callable[[], Any], seconds: float = 20.0) -> None:
+    """Tick as a scheduler does until ``what`` holds."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it never came"
+        tick()
+        time.sleep(0.01)
+
+
+__all__ = ["CacheRequestHandle", "UnifiedRadixCache"]
