@@ -1,7 +1,7 @@
 """SGLang's own pools, host pools and caches on a CPU, filled with fresh random bytes.
 
-What SGLang has only for GPUs (copies between its device and host pools) is done here with plain torch, by the layout that
-its own pools declare. Everything else is SGLang's code.
+What SGLang has only for GPUs (copies between its device and host pools) is done in plain torch, by the layout that its
+own pools declare (caches.py). Everything else is SGLang's code.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def mha_pool(
 def mla_pool(size: int = 256, page_size: int = 4, layers: int = 3, rank: int = 24, rope: int = 8) -> MLATokenToKVPool:
     """A device pool with one latent row a token."""
     return MLATokenToKVPool(
-        size=size, page_size=page_size, dtype=torch.bfloat16, kv_lora_rank=rank, qk_rope_head_dim=rope, layer_num=layers,
-        device="cpu", enable_memory_saver=False,
+        size=size, page_size=page_size, dtype=torch.bfloat16, kv_lora_rank=rank, qk_rope_head_dim=rope,
+        layer_num=layers, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
 
 

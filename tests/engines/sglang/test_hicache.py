@@ -53,7 +53,7 @@ class HiCache:
     def stored(self) -> int:
         """Records in the first tier, in pages."""
         pool = self.storage._pools["kv"]
-        return next(iter(pool.stack.stats().values())).pages // len(pool.kept.plan.parts)
+        return int(next(iter(pool.stack.stats().values())).pages) // len(pool.kept.plan.parts)
 
     def fetch(self, name: str, tokens: list[int]) -> int:
         """Prefetch as a waiting request does; how many tokens its host hit then has."""
@@ -104,7 +104,7 @@ def test_to_a_disk_and_into_another_engine(layout: str, tmp_path: Path) -> None:
 
     second = HiCache(layout, settings)
     assert caches.match(second.cache, tokens).host_hit_length == 0
-    assert second.fetch("again", tokens + [1, 2, 3, 4]) == 24
+    assert second.fetch("again", [*tokens, 1, 2, 3, 4]) == 24
     assert equal(second.load("again", tokens), expected)
     second.close()
 
