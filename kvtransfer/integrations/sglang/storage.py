@@ -50,7 +50,7 @@ class _Pool:
     writes: bool
 
 
-class KVTransferStorage(HiCacheStorage):  # type: ignore[misc]
+class KVTransferStorage(HiCacheStorage):
     """See the module. Made by SGLang, once in each scheduler process; thread-safe.
 
     The tiers are opened when all host pools are known (`on_host_pools_registered`); before that nothing is there.

@@ -88,7 +88,7 @@ class Engine:
 
     def forward(self, count: int) -> torch.Tensor:
         """Fresh places, filled as a forward would."""
-        indices = self.allocator.alloc(count)
+        indices: torch.Tensor = self.allocator.alloc(count)
         for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
             buffer[indices] = torch.randn(count, *buffer.shape[1:]).to(buffer.dtype)
         return indices

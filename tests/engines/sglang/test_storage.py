@@ -39,7 +39,8 @@ def make_pool(kind: str, layout: str, **sizes: Any) -> Any:
 def other_places(pool: Any, indices: torch.Tensor) -> torch.Tensor:
     """As many pages elsewhere, in another order."""
     pages = indices.reshape(-1, pool.page_size)
-    return (pages.flip(0) + pages.shape[0] * pool.page_size).reshape(-1)
+    moved: torch.Tensor = (pages.flip(0) + pages.shape[0] * pool.page_size).reshape(-1)
+    return moved
 
 
 @pytest.mark.parametrize("v1", [True, False], ids=["v1", "flat"])
@@ -146,9 +147,10 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "change", [*CHANGES, "path", "layout", "dtype", "page size", "heads", "layers", "salt", "interface"]
-)
+OTHERS = ("path", "layout", "dtype", "page size", "heads", "layers", "salt", "interface")
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *OTHERS])
 def test_every_difference_is_a_miss(change: str, tmp_path: Path) -> None:
     """Over one store: what was written with one identity is not there with another, and still there with its own."""
     settings: dict[str, Any] = {
@@ -204,7 +206,7 @@ def test_heads_for_other_tp_sizes(tmp_path: Path) -> None:
     settings = {"tiers": {"object_store": {"url": f"file://{tmp_path}"}}}
     keys, places = helpers.hashes(2), torch.arange(8)
     whole = make_pool("mha", "page_head", heads=4)
-    cut = {"tp_lcm_size": 4, "should_split_heads": True}
+    cut: dict[str, Any] = {"tp_lcm_size": 4, "should_split_heads": True}
     writer = helpers.attach(helpers.storage_config(settings, **cut), whole)
     assert writer.batch_set_v1(keys, places) == [True, True]
     for rank in range(2):
