@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,12 +56,15 @@ def open_lower_tiers(
 class TierStack:
     """Tiers asked one after the other, each for what those before it lack. Thread-safe; calls wait for the tiers.
 
-    A put goes to all of them. A tier that fails is passed over and logged once until it answers again; its pages are
-    misses. ``deadline_s`` ends each batch, and with it each call.
+    A put goes to all of them, or to those in ``put_to``. A tier that fails is passed over, and logged once until it
+    answers again; its pages are misses. ``deadline_s`` ends each batch, and with it each call.
     """
 
-    def __init__(self, tiers: Mapping[str, Tier], *, deadline_s: float = 30.0) -> None:
+    def __init__(
+        self, tiers: Mapping[str, Tier], *, deadline_s: float = 30.0, put_to: Collection[str] | None = None
+    ) -> None:
         self.tiers = dict(tiers)
+        self._put_to = set(tiers) if put_to is None else set(put_to)
         self._deadline_s = deadline_s
         self._failing: set[str] = set()
 
@@ -93,12 +96,12 @@ class TierStack:
         return got
 
     def put(self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer]) -> list[bool]:
-        """Give the records to every tier; True where one has it."""
+        """Give the records to the tiers that take them; True where one has it."""
         kept = [False] * len(keys)
         handles: dict[str, TierHandle] = {}
         try:
-            for name, tier in self.tiers.items():
-                handles[name] = tier.put_from(keys, buffers, deadline_s=self._deadline_s)
+            for name in self._put_to:
+                handles[name] = self.tiers[name].put_from(keys, buffers, deadline_s=self._deadline_s)
         finally:  # whatever one of them raises: the buffers belong to the others until they are done
             results = {name: handle.result() for name, handle in handles.items()}
         for name, result in results.items():

@@ -1,6 +1,7 @@
 """kvtransfer inside SGLang 0.5.23. docs/sglang.md says how to start it with each of these.
 
-    KVTransferStorage  behind HiCache's host memory  --hicache-storage-backend dynamic
+    KVTransferStorage  behind HiCache's host memory           --hicache-storage-backend dynamic
+    KVTransferLinker   instead of it, from the device pools   --unified-cache-external-linker-backend dynamic
 
 Nothing of SGLang is imported before one of the names is asked for.
 """
@@ -11,11 +12,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtransfer.integrations.sglang.linker import KVTransferLinker
     from kvtransfer.integrations.sglang.storage import KVTransferStorage
 
-__all__ = ["KVTransferStorage"]
+__all__ = ["KVTransferLinker", "KVTransferStorage"]
 
-_MODULES = {"KVTransferStorage": "kvtransfer.integrations.sglang.storage"}
+_MODULES = {
+    "KVTransferLinker": "kvtransfer.integrations.sglang.linker",
+    "KVTransferStorage": "kvtransfer.integrations.sglang.storage",
+}
 
 
 def __getattr__(name: str) -> Any:

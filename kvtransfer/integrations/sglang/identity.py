@@ -39,15 +39,14 @@ class Identity:
         owners = config.instances * max(1, ranks_per_host())
         return cls(ranks, model, engine_kv_dtype(config, held), place, owners)
 
-    def namespace(self, pages: HostPages) -> Namespace:
+    def namespace(self, pool: str, form: str, page_size: int) -> Namespace:
+        """Of pages of a pool; ``form`` says everything of their bytes and of how these lie."""
+        spec = f"sglang;pool={pool};{form};pp={self.ranks.pp_rank}/{self.ranks.pp_size}"
+        return Namespace(self.model, self.kv_dtype, spec, page_size)
+
+    def host_namespace(self, pages: HostPages) -> Namespace:
         """Of the pages of one host pool."""
-        return Namespace(
-            model=self.model,
-            kv_dtype=self.kv_dtype,
-            spec=f"sglang;pool={pages.name};{self.layout_id(pages)};{_geometry(pages)};"
-            f"pp={self.ranks.pp_rank}/{self.ranks.pp_size}",
-            page_size=pages.page_size,
-        )
+        return self.namespace(pages.name, f"{self.layout_id(pages)};{_geometry(pages)}", pages.page_size)
 
     def layout_id(self, pages: HostPages) -> str:
         """The byte order's name: the pool's layout, the tag of a format of its own, and how pages are handed over."""

@@ -19,7 +19,6 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
-    PoolHitPolicy,
     PoolName,
     PoolTransfer,
     PoolTransferResult,
@@ -28,6 +27,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from kvtransfer.config import Config
 from kvtransfer.integrations.hashed_pages import HashedPages, plan_records
 from kvtransfer.integrations.lower_tiers import TierStack, open_lower_tiers
+from kvtransfer.integrations.sglang.hit_policies import leading, restorable_lengths
 from kvtransfer.integrations.sglang.host_pages import HostPages, flat_bytes
 from kvtransfer.integrations.sglang.identity import Identity
 from kvtransfer.integrations.sglang.settings import read_settings
@@ -120,7 +120,7 @@ class KVTransferStorage(HiCacheStorage):
 
     def _open(self, identity: Identity, pages: HostPages, share: float) -> _Pool:
         replicated = identity.is_replicated(pages)
-        namespace = identity.namespace(pages)
+        namespace = identity.host_namespace(pages)
         parts = identity.shards(pages, replicated)
         plan = plan_records(pages.piece_bytes, parts, pages.page_size)
         tiers = open_lower_tiers(
@@ -145,7 +145,7 @@ class KVTransferStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages are there, from the first on."""
-        return _leading(self._pool(PoolName.KV).kept.exist(keys))
+        return leading(self._pool(PoolName.KV).kept.exist(keys))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -173,7 +173,7 @@ class KVTransferStorage(HiCacheStorage):
         restorable = list(range(1, kv_pages + 1))
         for transfer in pool_transfers or []:
             there = self._pool(transfer.name).kept.exist(keys[:kv_pages])
-            good = _restorable(transfer, there)
+            good = restorable_lengths(transfer, there)
             if good:
                 hits[transfer.name] = max(good)
             restorable = [length for length in restorable if length in good]
@@ -301,20 +301,6 @@ class KVTransferStorage(HiCacheStorage):
 
 def _name(name: PoolName | str) -> str:
     return str(getattr(name, "value", name))
-
-
-def _leading(flags: Sequence[bool]) -> int:
-    return next((at for at, flag in enumerate(flags) if not flag), len(flags))
-
-
-def _restorable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
-    """Prefix lengths at which this pool has what it must, given which of its pages are there."""
-    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-        return set(range(1, _leading(there) + 1))
-    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-        window = max(1, len(transfer.keys or ()))
-        return {n for n in range(1, len(there) + 1) if all(there[max(0, n - window) : n])}
-    raise ConfigError(f"pool {transfer.name}: expected all_pages or trailing_pages, got {transfer.hit_policy}")
 
 
 def _require_pages(pages: HostPages, keys: Sequence[str], indices: torch.Tensor | None) -> None:
