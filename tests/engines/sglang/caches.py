@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import (
     CacheRequestHandle,
     EvictParams,
@@ -19,9 +21,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -65,7 +68,7 @@ def copies_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 class Engine:
     """Device pool, allocator and request table of one engine."""
 
-    def __init__(self, pool: MHATokenToKVPool) -> None:
+    def __init__(self, pool: MHATokenToKVPool | MLATokenToKVPool) -> None:
         self.pool = pool
         self.allocator = PagedTokenToKVPoolAllocator(
             pool.size, pool.page_size, dtype=pool.dtype, device="cpu", kvcache=pool, need_sort=False
@@ -78,25 +81,61 @@ class Engine:
             req_to_token_pool=self.requests,
             token_to_kv_pool_allocator=self.allocator,
             page_size=self.pool.page_size,
-            tree_components=(ComponentType.FULL,),
-            **more,
+            **{"tree_components": (ComponentType.FULL,), **more},
         )
 
+    def buffers(self, indices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Every buffer, with the rows in it that these places stand for."""
+        if isinstance(self.pool, MLATokenToKVPool):
+            return [(buffer, indices) for buffer in self.pool.kv_buffer]
+        return [(buffer, indices) for buffer in (*self.pool.k_buffer, *self.pool.v_buffer)]
+
     def rows(self, indices: torch.Tensor) -> list[torch.Tensor]:
-        """A copy of the K and V rows at these places, layer by layer."""
-        return [buffer[indices].clone() for buffer in (*self.pool.k_buffer, *self.pool.v_buffer)]
+        """A copy of the rows at these places, buffer by buffer."""
+        return [buffer[at].clone() for buffer, at in self.buffers(indices)]
+
+    def allocate(self, count: int) -> torch.Tensor:
+        """Fresh places."""
+        indices: torch.Tensor = self.allocator.alloc(count)
+        return indices
 
     def forward(self, count: int) -> torch.Tensor:
         """Fresh places, filled as a forward would."""
-        indices: torch.Tensor = self.allocator.alloc(count)
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
-            buffer[indices] = torch.randn(count, *buffer.shape[1:]).to(buffer.dtype)
+        indices = self.allocate(count)
+        for buffer, at in self.buffers(indices):
+            buffer[at] = torch.randn(count, *buffer.shape[1:]).to(buffer.dtype)
         return indices
 
     def wipe(self) -> None:
         """Other bytes everywhere."""
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        for buffer, _ in self.buffers(torch.arange(0)):
             buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+
+
+class SlidingEngine(Engine):
+    """Likewise of a model with full and sliding layers: two pools, with places of their own."""
+
+    def __init__(self, pool: SWAKVPool) -> None:
+        self.pool = pool
+        self.allocator = SWATokenToKVPoolAllocator(
+            pool.size, pool.size_swa, pool.page_size, pool.dtype, "cpu", pool, need_sort=False
+        )
+        self.requests = ReqToTokenPool(size=8, max_context_len=256, device="cpu", enable_memory_saver=False)
+
+    def allocate(self, count: int) -> torch.Tensor:
+        indices: torch.Tensor = self.allocator.full_attn_allocator.alloc(count)  # alloc_extend is for GPUs
+        self.allocator.set_full_to_swa_mapping(indices, self.allocator.swa_attn_allocator.alloc(count))
+        return indices
+
+    def params(self, **more: Any) -> CacheInitParams:
+        return super().params(tree_components=(ComponentType.FULL, ComponentType.SWA), sliding_window_size=8, **more)
+
+    def buffers(self, indices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        full, sliding = self.pool.full_kv_pool, self.pool.swa_kv_pool
+        there = self.allocator.translate_loc_from_full_to_swa(indices)
+        return [(buffer, indices) for buffer in (*full.k_buffer, *full.v_buffer)] + [
+            (buffer, there) for buffer in (*sliding.k_buffer, *sliding.v_buffer)
+        ]
 
 
 def key(tokens: Sequence[int], **more: Any) -> RadixKey:
@@ -128,7 +167,7 @@ def request(name: str, matched: Any = None) -> Any:
         extra_key=None,
         cache_salt=None,
         session=None,
-        kv=SimpleNamespace(mamba_pool_idx=None, holds_mamba=False),
+        kv=ReqKvInfo(),
     )
 
 

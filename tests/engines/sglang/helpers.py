@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.pool_host import common as host_common
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
@@ -72,6 +73,14 @@ def mla_pool(size: int = 256, page_size: int = 4, layers: int = 3, rank: int = 2
     return MLATokenToKVPool(
         size=size, page_size=page_size, dtype=torch.bfloat16, kv_lora_rank=rank, qk_rope_head_dim=rope,
         layer_num=layers, device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+
+
+def sliding_pool(size: int = 256, page_size: int = 4) -> SWAKVPool:
+    """Layers 0 and 3 full, 1, 2 and 4 sliding."""
+    return SWAKVPool(
+        size=size, size_swa=size, page_size=page_size, dtype=torch.float16, head_num=2, head_dim=8,
+        swa_attention_layer_ids=[1, 2, 4], full_attention_layer_ids=[0, 3], device="cpu",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from engines.sglang import caches, helpers
-from engines.sglang.caches import Engine
+from engines.sglang.caches import Engine, SlidingEngine
 from sglang.srt.mem_cache import registry
 
 from kvtransfer.kernels.errors import ConfigError
@@ -35,7 +35,7 @@ class Worker:
 class Linked:
     """An engine whose prefix cache has our linker."""
 
-    def __init__(self, settings: dict[str, Any] = PAGES, *, size: int = 256, layers: int = 3) -> None:
+    def __init__(self, settings: dict[str, Any] = PAGES, *, engine: Engine | None = None) -> None:
         arguments = helpers.publish(
             page_size=caches.PAGE,
             enable_unified_cache_external_linker=True,
@@ -46,10 +46,11 @@ class Linked:
                 "linker_extra_config": {"settings": settings},
             },
         )
-        self.engine = Engine(helpers.mha_pool(size=size, layers=layers))
+        self.engine = Engine(helpers.mha_pool()) if engine is None else engine
         self.worker = Worker()
         context = registry.TreeCacheBuildContext(
-            server_args=arguments, params=self.engine.params(), is_hybrid_swa=False, is_hybrid_ssm=False,
+            server_args=arguments, params=self.engine.params(),
+            is_hybrid_swa=isinstance(engine, SlidingEngine), is_hybrid_ssm=False,
             enable_hierarchical_cache=False, disable_radix_cache=False, tp_worker=self.worker, model_config=None,
             tp_size=1, tp_rank=0, tp_group=None,
         )  # fmt: skip
@@ -389,3 +390,36 @@ def test_a_torn_slot_does_not_verify(linked: Linked) -> None:
     pool = next(iter(linked.linker.pools.values()))
     pool.host.digests[[entry.slot for entry in pool.slots._entries.values()][-1]] = NOTHING_STORED
     assert linked.load("torn", tokens) is None
+
+
+def test_latent_pools() -> None:
+    linked = Linked(engine=Engine(helpers.mla_pool()))
+    tokens = some(40)
+    rows = linked.run(tokens)
+    linked.evict()
+    assert equal(linked.load("latent", tokens), rows)
+    linked.linker.close()
+
+
+def test_sliding_layers_come_back_where_they_are_needed() -> None:
+    """All pages of the full layers, and the window's of the sliding ones; a boundary without its window is no hit."""
+    linked = Linked(engine=SlidingEngine(helpers.sliding_pool()))
+    assert {name.value for name in linked.linker.pools} == {"kv", "swa"}
+    tokens = some(40)
+    indices = linked.engine.forward(40)
+    rows = linked.engine.rows(indices)
+    caches.insert(linked.cache, tokens, indices)
+    linked.settle()
+    caches.evict_all(linked.cache, 256)
+    linked.engine.wipe()
+    found, req = linked.ask("again", [*tokens, 7])
+    assert found.host_hit_length == 40
+    assert caches.load_back(linked.cache, found, req)[0] == 40
+    slots = linked.cache.linker.private_load_indices["again"]
+    linked.forward()
+    assert linked.cache.linker.finish_loads() == []
+    got = linked.engine.rows(slots)
+    half = len(got) - 2 * len(linked.engine.pool.swa_kv_pool.k_buffer)
+    assert equal(got[:half], rows[:half])
+    assert equal([one[-8:] for one in got[half:]], [one[-8:] for one in rows[half:]])
+    linked.linker.close()
