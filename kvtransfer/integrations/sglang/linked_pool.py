@@ -58,6 +58,7 @@ class LinkedPool:
             raise
         self.slots = KeyedSlots(self.host)
         self.lower: LowerPages | None = None
+        self._early_pages = max(1, -(-config.prefetch.min_tokens // self.page_size))
 
     def use_lower(self, lower: LowerPages) -> None:
         """Pages that are not in host memory may be there."""
@@ -71,7 +72,16 @@ class LinkedPool:
             absent = [at for at, found in enumerate(there) if not found][: self.slots.room]
             for at, found in zip(absent, self.lower.known([keys[at] for at in absent]), strict=True):
                 there[at] = found
+            self._bring([keys[at] for at in absent if there[at]])
         return there
+
+    def _bring(self, keys: Sequence[str]) -> None:
+        """Begin to read pages that a request will want: it is in the waiting queue still. Half of the room at most."""
+        if self.lower is not None and self._early_pages <= len(keys) <= self.slots.room // 2:
+            new = self.slots.hold(keys)
+            if new:
+                self.lower.fetch(new)
+            self.slots.release(keys)
 
     def page_ids(self, indices: torch.Tensor, pages: int) -> torch.Tensor | NDArray[np.int64]:
         """Page ids from SGLang's indices, one a token; on the device they stay there. LayoutError if they don't fit."""
