@@ -99,12 +99,17 @@ class LinkedPool:
 
     def load(self, keys: Sequence[str], pages: torch.Tensor | NDArray[np.int64]) -> TransferHandle:
         """Bring pages, whose slots the caller holds, to the device, layer by layer."""
-        return self.engine.load(self.slots.slots_of(keys), pages, layerwise=True)
+        slots = self.slots.slots_of(keys)
+        if self.pool.device.type != "cuda":
+            return self.engine.load(slots, pages, layerwise=True)
+        with torch.cuda.device(self.pool.device):  # another thread's device is the first one
+            return self.engine.load(slots, pages, layerwise=True)
 
     def wait_layer(self, handle: TransferHandle, layer: int) -> None:
         """Make the current stream wait for what this pool has of SGLang's transfer layer."""
         local = self._local.get(layer)
         if local is not None:
+            self.declare_current_stream()
             handle.wait_layer(local)
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from kvtransfer.integrations.sglang.linked_pools import LinkedPools
 from kvtransfer.integrations.sglang.load_batch import LoadBatch, PoolLoad
 from kvtransfer.integrations.sglang.offloads import Offloads, Pages
 from kvtransfer.integrations.sglang.settings import read_settings
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class KVTransferLinker(UnifiedCacheLinker):
         self._pools.declare_current_stream()
         index = self.layer_done_counter.start(batch)
         if batch.waits_for_tiers:
-            self._starting.submit(batch.start)
+            self._starting.submit(call_subscriber, batch.start)
         else:
             batch.start()
         return index
@@ -127,7 +128,8 @@ class KVTransferLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages to host memory, and from there to the tiers below, behind what both streams have been given.
 
-        False where host memory has no room for them that nobody holds. They are acknowledged when host memory has them.
+        They are acknowledged when host memory has them, as failed where it has no room that nobody holds. False if the
+        transfers name no pages: ranks must not part here.
         """
         wanted: list[tuple[Any, list[str], Pages]] = [
             (pool, keys, pool.page_ids(transfer.host_indices, len(keys)))
@@ -136,7 +138,8 @@ class KVTransferLinker(UnifiedCacheLinker):
         if not wanted:
             return False
         self._pools.declare_current_stream()
-        return self._offloads.begin(wanted)
+        self._offloads.begin(wanted)
+        return True
 
     def num_completed_offloads(self) -> int:
         """How many offloads are over and have not been popped, from the oldest on."""

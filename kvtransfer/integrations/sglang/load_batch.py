@@ -34,10 +34,17 @@ class PoolLoad:
 
 
 class LoadBatch:
-    """Made when the batch is started; `start` begins the copies. See `layer_counter.Waited`."""
+    """Made on the scheduler's thread when the batch is started; `start` begins the copies, there or on another thread.
+    See `layer_counter.Waited`."""
 
     def __init__(self, loads: Mapping[str, Sequence[PoolLoad]], deadline_s: float) -> None:
         self._loads = [load for parts in loads.values() for load in parts]
+        self._wanted: list[tuple[LinkedPool, list[str], Pages]] = []
+        for pool in dict.fromkeys(load.pool for load in self._loads):
+            mine = [load for load in self._loads if load.pool is pool]
+            # Here, not in `start`: page ids on a GPU are ordered by the scheduler's stream.
+            pages = _joined([load.pages for load in mine])
+            self._wanted.append((pool, [key for load in mine for key in load.keys], pages))
         self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
         self._started = threading.Event()
         self._handles: list[tuple[LinkedPool, list[str], TransferHandle]] = []
@@ -48,24 +55,25 @@ class LoadBatch:
     @property
     def waits_for_tiers(self) -> bool:
         """Whether something has to come from below the host memory before `start` can begin."""
-        return not all(load.pool.slots.all_ready(load.keys) for load in self._loads)
+        return not all(pool.slots.all_ready(keys) for pool, keys, _ in self._wanted)
 
     def start(self) -> None:
         """Wait for what comes from below, and begin the copies of all pools. A failure is told by `finish`."""
         try:
-            for load in self._loads:
-                lost = load.pool.slots.wait_ready(load.keys, max(0.0, self._until - time.monotonic()))
+            for pool, keys, _ in self._wanted:
+                lost = pool.slots.wait_ready(keys, max(0.0, self._until - time.monotonic()))
                 if lost:
                     raise TransferError(
-                        f"pool {load.pool.name}: expected {len(load.keys)} pages in host memory, {len(lost)} of them "
-                        "did not come from the tiers, or had no room"
+                        f"pool {pool.name}: expected {len(keys)} pages in host memory, {len(lost)} of them did not "
+                        "come from the tiers, or had no room"
                     )
-            for pool in dict.fromkeys(load.pool for load in self._loads):
-                mine = [load for load in self._loads if load.pool is pool]
-                keys = [key for load in mine for key in load.keys]
-                self._handles.append((pool, keys, pool.load(keys, _joined([load.pages for load in mine]))))
+            for pool, keys, pages in self._wanted:
+                self._handles.append((pool, keys, pool.load(keys, pages)))
         except KVTransferError as error:
             self._fail(error)
+        except BaseException:
+            self._failed = True  # whatever it is: `finish` must not say that all is there
+            raise
         finally:
             self._started.set()
 

@@ -45,6 +45,7 @@ class LowerPages:
         self._wait_s = wait_s
         self._hints: OrderedDict[str, tuple[bool, float]] = OrderedDict()  # until when it is believed
         self._asked: set[str] = set()
+        self._patient_from = 0.0
         self._closed = False
         # A question is not to stand behind a read, nor that behind a write.
         self._asking = ThreadPoolExecutor(1, "kvtransfer-asks")
@@ -54,13 +55,16 @@ class LowerPages:
         stack.register(self._host.trailers.reshape(-1))
 
     def known(self, keys: Sequence[str]) -> list[bool]:
-        """For each key, whether it is known to be there. Asks for those of which nothing is known, and waits for the
-        answer up to ``wait_s`` only."""
+        """For each key, whether it is known to be there. Asks for those of which nothing is known; waits for the answer
+        up to ``wait_s`` only, and a tenth of the time at most."""
         now = time.monotonic()
         ask = [key for key in keys if self._hint(key, now) is None and key not in self._asked]
         if ask and not self._closed:
             self._asked.update(ask)
-            wait([self._asking.submit(self._ask, ask)], self._wait_s)
+            asked = self._asking.submit(self._ask, ask)
+            if now >= self._patient_from:
+                wait([asked], self._wait_s)
+                self._patient_from = time.monotonic() + 10 * (time.monotonic() - now)
         return [bool(self._hint(key, now)) for key in keys]
 
     def fetch(self, keys: Sequence[str]) -> Future[None]:

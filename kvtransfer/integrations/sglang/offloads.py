@@ -38,29 +38,28 @@ class Offloads:
         self._changed = threading.Condition()
         self._queue: deque[_Offload] = deque()
 
-    def begin(self, wanted: Sequence[tuple[LinkedPool, list[str], Pages]]) -> bool:
-        """Copy pages to host memory, those that are there already left out. False where there is no room for all.
+    def begin(self, wanted: Sequence[tuple[LinkedPool, list[str], Pages]]) -> None:
+        """Copy pages to host memory, those that are there already left out. Where there is no room for all of them, it
+        is over at once, and failed.
 
         The copies come behind what the pools' streams have been given until now.
         """
         offload = _Offload()
-        chosen: list[tuple[LinkedPool, list[str], NDArray[np.int64], Pages]] = []
+        chosen: list[tuple[LinkedPool, NDArray[np.int64], Pages]] = []
         for pool, keys, pages in wanted:
             reserved = pool.slots.reserve(keys)
             if reserved is None:
-                for one, new in offload.new:
-                    one.slots.forget(new)
-                    one.slots.release(new)
-                return False
+                offload.failed, chosen = True, []
+                break
             positions, slots = reserved
             new = [keys[at] for at in positions]
             offload.new.append((pool, new))
             if new:
-                chosen.append((pool, new, slots, pages if len(new) == len(keys) else pages[positions]))
+                chosen.append((pool, slots, pages if len(new) == len(keys) else pages[positions]))
         offload.left = len(chosen) + 1
         with self._changed:
             self._queue.append(offload)
-        for pool, _, slots, pages in chosen:
+        for pool, slots, pages in chosen:
             try:
                 handle = pool.engine.store(pages, slots)
             except KVTransferError as error:
@@ -68,7 +67,6 @@ class Offloads:
             else:
                 handle.add_done_callback(lambda ended, offload=offload: self._ended(offload, _error_of(ended)))
         self._ended(offload, None)
-        return True
 
     def completed(self) -> int:
         """How many are over, from the oldest on."""

@@ -74,7 +74,8 @@ class Backend:
         )
         self.engine = Engine(helpers.mha_pool())
         context = registry.TreeCacheBuildContext(
-            server_args=arguments, params=self.engine.params(is_eagle=speculative), is_hybrid_swa=False, is_hybrid_ssm=False,
+            server_args=arguments, params=self.engine.params(is_eagle=speculative),
+            is_hybrid_swa=False, is_hybrid_ssm=False,
             enable_hierarchical_cache=ticks, disable_radix_cache=False,
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(forward_stream=None)), model_config=None,
             tp_size=1, tp_rank=0, tp_group=None,
