@@ -73,7 +73,7 @@ class KeyedSlots:
                 else:
                     self._hold(entry)
             if missing:
-                given = self._make_room(len(missing)).tolist()
+                given = self._make_room(len(missing), partly=True).tolist()
                 new = missing[: len(given)]
                 for key, slot in zip(new, given, strict=True):
                     self._hold(self._add(key, slot))
@@ -86,10 +86,8 @@ class KeyedSlots:
         """
         with self._changed:
             missing = [at for at, key in enumerate(keys) if key not in self._entries]
-            given = self._make_room(len(missing))
+            given = self._make_room(len(missing), partly=False)
             if given.size < len(missing):
-                if given.size:
-                    self.host.free(given)
                 return None
             for at, slot in zip(missing, given.tolist(), strict=True):
                 self._hold(self._add(keys[at], slot))
@@ -157,8 +155,9 @@ class KeyedSlots:
             del self._entries[key]
             self.host.free(entry.slot)
 
-    def _make_room(self, number: int) -> NDArray[np.int64]:
-        """Up to ``number`` slots, evicting for them. The caller holds the lock."""
+    def _make_room(self, number: int, *, partly: bool) -> NDArray[np.int64]:
+        """``number`` slots, evicting for them; where there are fewer, those, or none unless ``partly``. The caller
+        holds the lock."""
         short = number - self.host.free_slots
         if short > 0:
             now = self._clock()
@@ -168,6 +167,8 @@ class KeyedSlots:
                     break
                 if entry.state == READY and not entry.holds and entry.until <= now:
                     victims.append(key)
+            if len(victims) < short and not partly:
+                return np.empty(0, dtype=np.int64)
             if victims:
                 self.host.free(np.array([self._entries.pop(key).slot for key in victims], dtype=np.int64))
                 self.evicted += len(victims)

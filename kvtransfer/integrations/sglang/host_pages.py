@@ -38,7 +38,7 @@ class HostPages:
             try:
                 sizes = self._meta(first)[1]
                 self.form = "pieces"
-            except (NotImplementedError, ValueError) as error:
+            except (NotImplementedError, ValueError, AttributeError) as error:
                 if heads_split > 1:
                     raise ConfigError(f"pool {name}: expected pages that can be cut by head, got: {error}") from error
         if self.form == "flat":
