@@ -192,7 +192,7 @@ def test_a_pool_without_pages_to_store_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="scales lie elsewhere"):
         attach(Bare(flat=True))
-    empty = HostPool()
+    empty: Any = HostPool()
     empty.kv_buffer = None
     with pytest.raises(ConfigError, match="memory of its own"):
         attach(empty)

@@ -161,7 +161,7 @@ class KeyedSlots:
         short = number - self.host.free_slots
         if short > 0:
             now = self._clock()
-            victims = []
+            victims: list[str] = []
             for key, entry in self._entries.items():
                 if len(victims) == short:
                     break

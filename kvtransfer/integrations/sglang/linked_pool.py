@@ -133,7 +133,7 @@ def spec_of(entry: Any) -> tuple[KVSpec, list[Part], dict[int, int]]:
     parts: list[Part] = []
     for layer, number in local.items():
         mapped = entry.layer_mapping[layer]
-        components = []
+        components: list[Component] = []
         for group, buffers in enumerate(entry.components):
             for at in (mapped,) if isinstance(mapped, int) else mapped:
                 name = f"{group}.{len(components)}"

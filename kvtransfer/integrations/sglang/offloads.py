@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class Offloads:
             except KVTransferError as error:
                 self._ended(offload, error)
             else:
-                handle.add_done_callback(lambda ended, offload=offload: self._ended(offload, _error_of(ended)))
+                handle.add_done_callback(partial(self._stored, offload))
         self._ended(offload, None)
 
     def completed(self) -> int:
@@ -92,6 +93,9 @@ class Offloads:
             ):
                 raise DeadlineExceeded(f"offloads: some were not over after {timeout_s:g} s")
             self._queue.clear()
+
+    def _stored(self, offload: _Offload, handle: TransferHandle) -> None:
+        self._ended(offload, _error_of(handle))
 
     def _ended(self, offload: _Offload, error: KVTransferError | None) -> None:
         """One of its copies is over (or, the last time, all have been begun). On the engine's thread mostly."""

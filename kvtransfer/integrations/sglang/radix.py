@@ -100,7 +100,7 @@ def create(context: Any) -> KVTransferRadixCache:
     """
     ticks = bool(context.enable_hierarchical_cache)
     context = replace(context, enable_hierarchical_cache=False)
-    cache = create_unified_radix_cache(context, cache_class=KVTransferRadixCache)
+    cache: KVTransferRadixCache = create_unified_radix_cache(context, cache_class=KVTransferRadixCache)
     worker = context.tp_worker
     linker = WholeLinker(
         context.server_args,

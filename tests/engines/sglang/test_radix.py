@@ -259,7 +259,7 @@ def test_offloads_are_acknowledged_though_only_eviction_is_called(
 def test_pages_of_a_disk_come_while_the_request_waits(
     loaded: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = {"disk": {"paths": [str(tmp_path / "pages")], "cache_gb": 0.05, "file_gb": 0.01}}
+    disk: dict[str, Any] = {"disk": {"paths": [str(tmp_path / "pages")], "cache_gb": 0.05, "file_gb": 0.01}}
     tokens = some(40)
     first = Backend(tmp_path, monkeypatch, **disk)
     indices = first.engine.forward(40)

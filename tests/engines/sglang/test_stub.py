@@ -69,5 +69,5 @@ def assert_methods_alike(what: str, ours: type, theirs: type) -> None:
             assert {p[0] for p in parameters(function)} <= {p[0] for p in parameters(real)}, what
         else:
             assert parameters(function) == parameters(real), f"{what}.{method}"
-    abstract = getattr(ours, "__abstractmethods__", frozenset())
+    abstract: frozenset[str] = getattr(ours, "__abstractmethods__", frozenset())
     assert abstract == getattr(theirs, "__abstractmethods__", frozenset()), what
