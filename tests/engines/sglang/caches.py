@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.environ import envs
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -21,7 +23,13 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    HybridReqToTokenPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ReqToTokenPool,
+)
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -138,12 +146,75 @@ class SlidingEngine(Engine):
         ]
 
 
+class StateEngine(Engine):
+    """Likewise of a model with latent attention (layers 0 and 3) and recurrent state (1 and 2): a state a request."""
+
+    def __init__(self, size: int = 256) -> None:
+        with envs.SGLANG_MAMBA_SSM_DTYPE.override("bfloat16"):
+            shape = Mamba2StateShape.create(
+                tp_world_size=1,
+                intermediate_size=32,
+                n_groups=1,
+                num_heads=2,
+                head_dim=16,
+                state_size=16,
+                conv_kernel=4,
+            )
+            state = Mamba2CacheParams(shape=shape, layers=[1, 2])
+        self.requests = HybridReqToTokenPool(
+            size=8, mamba_size=20, mamba_spec_state_size=8, max_context_len=256, device="cpu",
+            enable_memory_saver=False, cache_params=state, mamba_layer_ids=[1, 2], enable_mamba_extra_buffer=True,
+            speculative_num_draft_tokens=3,
+        )  # fmt: skip
+        self.pool = HybridLinearKVPool(
+            size=size, dtype=torch.bfloat16, page_size=PAGE, head_num=1, head_dim=32, full_attention_layer_ids=[0, 3],
+            device="cpu", mamba_pool=self.requests.mamba_pool, use_mla=True, kv_lora_rank=24, qk_rope_head_dim=8,
+        )  # fmt: skip
+        self.pool.layer_num = 4
+        self.allocator = PagedTokenToKVPoolAllocator(
+            size, PAGE, dtype=torch.bfloat16, device="cpu", kvcache=self.pool, need_sort=False
+        )
+
+    def params(self, **more: Any) -> CacheInitParams:
+        return super().params(
+            tree_components=(ComponentType.FULL, ComponentType.MAMBA), enable_mamba_extra_buffer=True, **more
+        )
+
+    def buffers(self, indices: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(buffer, indices) for buffer in self.pool.full_kv_pool.kv_buffer]
+
+    def states(self) -> list[torch.Tensor]:
+        """Every state buffer, (layers, slots, ...)."""
+        cache = self.requests.mamba_pool.mamba_cache
+        return [cache.temporal, *cache.conv]
+
+    def new_state(self) -> torch.Tensor:
+        """A state's slot, filled as a forward would."""
+        slot: torch.Tensor = self.requests.mamba_allocator.alloc(1)
+        for buffer in self.states():
+            buffer[:, slot] = torch.randn(buffer[:, slot].shape).to(buffer.dtype)
+        return slot
+
+    def state(self, slot: int) -> list[torch.Tensor]:
+        return [buffer[:, slot].clone() for buffer in self.states()]
+
+    def wipe(self) -> None:
+        super().wipe()
+        for buffer in self.states():
+            buffer.copy_(torch.randn(buffer.shape).to(buffer.dtype))
+
+
 def key(tokens: Sequence[int], **more: Any) -> RadixKey:
     return RadixKey(array("q", tokens), **more)
 
 
-def insert(cache: Any, tokens: Sequence[int], indices: torch.Tensor, **more: Any) -> None:
-    cache.insert(InsertParams(key=key(tokens, **more), value=indices))
+def insert(
+    cache: Any, tokens: Sequence[int], indices: torch.Tensor, *, state: torch.Tensor | None = None, **more: Any
+) -> None:
+    params = InsertParams(key=key(tokens, **more), value=indices)
+    if state is not None:
+        params.mamba_value = state
+    cache.insert(params)
 
 
 def match(cache: Any, tokens: Sequence[int], req: Any = None, **more: Any) -> Any:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from array import array
 
 import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # there is no model: nothing is to be asked for one
 
 
 @pytest.fixture(scope="session", autouse=True)

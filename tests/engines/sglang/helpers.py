@@ -36,6 +36,7 @@ RANKS = {
 def publish(**settings: Any) -> ServerArgs:
     """Server arguments that SGLang's own code finds."""
     arguments = ServerArgs(**{"model_path": "dummy", **settings})
+    arguments._mamba_cache_chunk_size = 4  # it would be read from the model's configuration
     set_global_server_args_for_scheduler(arguments)
     return arguments
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from engines.sglang import caches, helpers
-from engines.sglang.caches import Engine, SlidingEngine
+from engines.sglang.caches import Engine, SlidingEngine, StateEngine
 from sglang.srt.mem_cache import registry
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.tiers.record import NOTHING_STORED
@@ -50,7 +51,7 @@ class Linked:
         self.worker = Worker()
         context = registry.TreeCacheBuildContext(
             server_args=arguments, params=self.engine.params(),
-            is_hybrid_swa=isinstance(engine, SlidingEngine), is_hybrid_ssm=False,
+            is_hybrid_swa=isinstance(engine, SlidingEngine), is_hybrid_ssm=isinstance(engine, StateEngine),
             enable_hierarchical_cache=False, disable_radix_cache=False, tp_worker=self.worker, model_config=None,
             tp_size=1, tp_rank=0, tp_group=None,
         )  # fmt: skip
@@ -422,4 +423,31 @@ def test_sliding_layers_come_back_where_they_are_needed() -> None:
     half = len(got) - 2 * len(linked.engine.pool.swa_kv_pool.k_buffer)
     assert equal(got[:half], rows[:half])
     assert equal([one[-8:] for one in got[half:]], [one[-8:] for one in rows[half:]])
+    linked.linker.close()
+
+
+def test_recurrent_state_comes_with_its_prefix() -> None:
+    """State lies at the end of what was inserted: that boundary is a hit, others are none."""
+    engine = StateEngine()
+    linked = Linked(engine=engine)
+    assert {name.value for name in linked.linker.pools} == {"kv", "mamba"}
+    tokens = some(40)
+    indices, slot = engine.forward(40), engine.new_state()
+    rows, state = engine.rows(indices), engine.state(int(slot))
+    caches.insert(linked.cache, tokens, indices, state=slot)
+    linked.settle()
+    caches.evict_all(linked.cache, 256)
+    linked.cache.evict(EvictParams(num_tokens=256, mamba_num=20))
+    engine.wipe()
+    assert linked.ask("inside", tokens[:36])[0].host_hit_length == 0
+    found, req = linked.ask("again", [*tokens, 7])
+    assert (found.host_hit_length, found.mamba_host_hit_length) == (40, 1)
+    assert caches.load_back(linked.cache, found, req)[0] == 40
+    slots = linked.cache.linker.private_load_indices["again"]
+    linked.worker.counter.set_consumer(linked.cache.ready_to_load_host_cache())
+    for layer in range(4):
+        linked.worker.counter.wait_until(layer)
+    assert linked.cache.linker.finish_loads() == []
+    assert equal(engine.rows(slots), rows)
+    assert equal(engine.state(int(req.kv.mamba_pool_idx)), state)
     linked.linker.close()
