@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import Book
-from kvtransfer.commands import OK, STATUSES, Ack, Evict, Scope
+from kvtransfer.commands import OK, STATUSES, Ack, Evict, Relocate, Scope
 from kvtransfer.jobs import Flight, Move
 from kvtransfer.kernels.errors import TransferError
 from kvtransfer.moves import CORRUPT, MISS, Moves
@@ -21,11 +23,22 @@ class Answers(Moves):
 
     late_answers = 0
 
+    @abstractmethod
+    def _size_on(self, flight: Flight) -> None:
+        """See resizing.py."""
+
+    @abstractmethod
+    def _landed(self, flight: Flight) -> None:
+        """See resizing.py."""
+
     def _check(self, ack: Ack, count: int) -> None:
         """Raise TransferError on an answer that can't be one to a command with so many positions."""
         if ack.first < 0 or ack.first + len(ack.statuses) > count:
             stop = ack.first + len(ack.statuses)
             raise TransferError(f"ack: expected positions in 0..{count - 1}, got {ack.first}..{stop - 1}")
+        told = {*ack.unverified, *(position for position, _ in ack.bad_layers)}
+        if not told <= set(range(ack.first, ack.first + len(ack.statuses))):
+            raise TransferError(f"ack: expected details of positions that have a status in it, got {sorted(told)[:8]}")
         unknown = sorted(set(ack.statuses) - set(STATUSES))
         if unknown:
             raise TransferError(f"ack: expected statuses of {sorted(STATUSES)}, got {unknown}")
@@ -41,11 +54,16 @@ class Answers(Moves):
         flight.answered[at] = True
         flight.ok[at] = statuses == OK
         job = flight.move.job if flight.move is not None else None
-        if job is not None and ack.detail and not job.detail:
-            job.detail = ack.detail
+        if job is not None:
+            job.detail = job.detail or ack.detail
+            new = set(at.tolist())
+            job.unverified += [int(flight.pages[n]) for n in ack.unverified if n in new]
+            job.bad_layers += [(int(flight.pages[n]), layer) for n, layer in ack.bad_layers if n in new]
         if at.size:
             if isinstance(flight.command, Evict):
                 self._evicted(flight, flight.pages[at], statuses)
+            elif isinstance(flight.command, Relocate):
+                self._relocated(flight, at, statuses)
             else:
                 self._moved(flight, at, statuses)
         if flight.answered.all():
@@ -64,6 +82,23 @@ class Answers(Moves):
         book.counters["failed"] += int((~gone).sum())
         if not gone.all():
             book.barred[flight.node] = self._index.clock() + BARRED_S
+
+    def _relocated(self, flight: Flight, at: Ids, statuses: NDArray[np.uint8]) -> None:
+        """Pages have another slot now, and the old one is free once nobody reads it; or they stay where they are."""
+        assert flight.source is not None
+        book, pages, ok = self._books[flight.source], flight.pages[at], statuses == OK
+        old, new = flight.read[at], flight.slots[at]
+        first = int(pages[0])
+        same = self._index.codes(Match(flight.node, int(pages[-1]) + 1), book.name, first)[pages - first] == old
+        good = ok & same  # else it was found to be lost meanwhile
+        book.end_read(old)
+        self._index.write(flight.node, book.name, pages[good], new[good])
+        book.give(old[good])
+        book.give(new[~good])
+        book.counters["relocated"] += int(good.sum())
+        gone = (statuses == CORRUPT) | (statuses == MISS)
+        if gone.any():
+            self._lost(flight.node, book, pages[gone], old[gone])
 
     def _moved(self, flight: Flight, at: Ids, statuses: NDArray[np.uint8]) -> None:
         pages, ok = flight.pages[at], statuses == OK
@@ -84,6 +119,8 @@ class Answers(Moves):
             gone = (statuses == CORRUPT) | (statuses == MISS)
             if gone.any():
                 self._lost(node, source, pages[gone], flight.read[at][gone] if flight.read.size else None)
+            if flight.target is None and (statuses == CORRUPT).any():
+                self._distrust(node, pages[statuses == CORRUPT])
         for status in [] if ok.all() else np.unique(statuses[~ok]).tolist():
             self._settle(move, pages[statuses == status], status)
         if ok.any() and not self._goes_on(move):
@@ -102,6 +139,16 @@ class Answers(Moves):
         book.give(codes[there])
         book.counters["lost"] += int(there.sum())
 
+    def _distrust(self, node: Node, pages: Ids) -> None:
+        """The host tier's bytes of these pages were wrong. What private tiers have of them came from there, or went
+        there: it goes too, lest the next load brings the same bytes again."""
+        for book in self._below:
+            if book.attached and book.plan.kind == "keys":
+                for one in self._index.path(node):
+                    some = pages[(pages >= one.start) & (pages < one.end)]
+                    if some.size:
+                        self._ask_to_remove(one, book, some[self._row(one, book)[some - one.start] >= 0])
+
     def _land(self, flight: Flight) -> None:
         """Every page is answered."""
         del self._flights[flight.command.id]
@@ -113,11 +160,14 @@ class Answers(Moves):
                 self._write_below(flight, good)
             move.under_way -= 1
         self._index.unlock(flight.node)
+        if isinstance(flight.command, Relocate):
+            self._landed(flight)
         if move is not None:
             if move.for_eviction and flight.source is not None:
                 self._written_back(move, self._books[flight.source], flight)
             self._end(move)
         self._index.tidy(flight.node)
+        self._size_on(flight)
 
     def _written_back(self, move: Move, source: Book, flight: Flight) -> None:
         """Pages were written so that they can go: the host tier gives them up now. Were they to wait until somebody

@@ -33,8 +33,9 @@ class TierOptions(Section, frozen=True, kw_only=True):
     kind: str
 
     def settings(self) -> dict[str, Any]:
-        """Arguments for the tier's constructor."""
-        raise NotImplementedError
+        """Arguments for the tier's constructor: every option by its own name. Kinds whose constructors take bytes, or
+        other names, say so."""
+        return self.named(*(name for name in self.__struct_fields__ if name != "kind"))
 
     def capacity_bytes(self) -> int | None:
         """What the tier may hold, in bytes; None where that is given otherwise or not at all."""
@@ -62,6 +63,7 @@ class HostOptions(TierOptions, frozen=True, kw_only=True):
     threads: Count | None = None
     background: bool = False
     chunk_gb: Size = 64.0
+    most_gb: Size | None = None
 
     def settings(self) -> dict[str, Any]:
         """Arguments for `HostTier`. A size given by ``ratio`` is not among them: see `sized`."""
@@ -70,6 +72,7 @@ class HostOptions(TierOptions, frozen=True, kw_only=True):
             "capacity_bytes": self.capacity_bytes(),
             **self.named("pin", "shared", "huge_pages", "threads", "background"),
             "chunk_bytes": gb_to_bytes(self.chunk_gb),
+            "most_bytes": None if self.most_gb is None else gb_to_bytes(self.most_gb),
         }
 
     def sized(self, device_pool_bytes: int) -> dict[str, Any]:
@@ -129,9 +132,6 @@ class RedisOptions(TierOptions, frozen=True, kw_only=True):
     timeout_s: Seconds = 2.0
     job_pages: Count = 128
 
-    def settings(self) -> dict[str, Any]:
-        return self.named("url", "prefix", "ttl_s", "connections", "timeout_s", "job_pages")
-
 
 class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
     """Mooncake Store."""
@@ -171,12 +171,6 @@ class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
     timeout_s: Seconds = 10.0
     retries: Annotated[int, Meta(ge=0, le=1000)] = 1
     workers: Count = 8
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            **self.named("url", "prefix", "client_options", "timeout_s", "retries", "workers"),
-            "options": self.options,
-        }
 
 
 class MemoryOptions(TierOptions, frozen=True, kw_only=True):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import INDEX_KINDS, Book, TierPlan
-from kvtransfer.commands import Scope
+from kvtransfer.commands import OK, Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Segment, page_ids_of
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.jobs import Job, Move, Segment, page_ids_of
+from kvtransfer.kernels.errors import CapacityError, ConfigError
+from kvtransfer.moves import CANCELLED
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import Prefetching
 from kvtransfer.radix import Match
@@ -33,10 +34,12 @@ class Keeping(Prefetching):
         policy: Prefetch,
         prune: Prune | None,
         ghost_pages: int,
+        watermarks: tuple[float, float],
     ) -> None:
         super().__init__(index, books, host, window, evict_extra, policy)
         self._device = next((book for book in books.values() if book.plan.kind == "device"), None)
         self._prune, self._pruned_at = prune, float("-inf")
+        self._high, self._low = watermarks
         self._ghosts: dict[Node, int] = {}  # the oldest first, with their pages
         self._ghost_room = ghost_pages
         self._pinned: list[tuple[float, Node]] = []
@@ -95,17 +98,23 @@ class Keeping(Prefetching):
             if not book.by_key:
                 raise ConfigError(f"detach: expected a tier by key, got {tier}")
             book.attached = False
-            for node in [*self._index.nodes()]:
-                pages = np.flatnonzero(self._row(node, book) >= 0) + node.start
-                if pages.size:
-                    self._index.write(node, tier, pages, np.full(pages.size, ABSENT))
-                    book.give(np.zeros(pages.size, dtype=np.int64))
-            for node in [node for node in self._index.nodes() if not node.children]:
-                self._index.tidy(node)
+            self._forget(book)
 
-    def resize(self, tier: str, capacity_pages: int) -> None:
-        """Another capacity: a slots tier grows up to its `TierPlan.most_pages`, a tier by key takes any number and
-        gives up what is too much."""
+    def forget(self, tier: str) -> None:
+        """The tier has lost what it held: none of it is there from now on, not even for hits that are held (a load of
+        them is short). What is under way there goes on: call `lost` first if nobody will answer."""
+        with self._working():
+            self._forget(self._book(tier))
+
+    def resize(self, tier: str, capacity_pages: int) -> Job:
+        """Another capacity, smaller or larger. The job is done when it holds; a later `resize` cancels it.
+
+        A tier by key takes any number, and gives up what is too much. The slots tier (up to `TierPlan.most_pages`)
+        grows once the mover has the memory. It shrinks from the highest slots down: what is too much is given up by its
+        policy, what is left there moves to other slots, and then the mover gives the memory back. That waits for what
+        holds more pages than there is room for; `tick` goes on with it. Pages that are held or under way are not lost.
+        """
+        job = Job("resize", 0, 1)
         with self._working():
             book = self._book(tier)
             if book.capacity is None or capacity_pages < 1:
@@ -113,9 +122,62 @@ class Keeping(Prefetching):
                     f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages}"
                 )
             if book.is_slots:
-                book.extents.grow(capacity_pages)
-            book.capacity = capacity_pages
-            self._make_room(book, 0)
+                if capacity_pages > book.extents.count:
+                    raise CapacityError(
+                        f"{tier}: expected at most most_pages={book.extents.count} pages, got {capacity_pages}"
+                    )
+                self._set_size(book, capacity_pages, job)
+            else:
+                book.capacity = capacity_pages
+                self._make_room(book, 0)
+                self._tell(job, np.zeros(1, dtype=np.int64), OK)
+            return job
+
+    def capacity(self, tier: str) -> int | None:
+        """Pages that a tier may have now; None: no limit that is known here."""
+        with self._index.mutex:
+            return self._book(tier).capacity
+
+    def lower_tiers(self) -> list[str]:
+        """Names of the tiers by key that are attached, fastest first."""
+        with self._index.mutex:
+            return [book.name for book in self._below if book.attached]
+
+    def require_fits(self, host: str, host_most_pages: int, lower: Collection[str]) -> None:
+        """Raise ConfigError unless this directory has just these tiers, beside a device tier: a host tier of this name
+        with at most so many slots, and these below."""
+        names = {book.name for book in self._below if book.attached}
+        most = self._host.extents.count
+        if self._host.name != host or most > host_most_pages or names != set(lower):
+            raise ConfigError(
+                f"expected a directory with a slots tier {host!r} of at most {host_most_pages} pages, above "
+                f"{sorted(lower)}, as the mover has; got {self._host.name!r} of {most}, above {sorted(names)}"
+            )
+
+    def write_out(self) -> None:
+        """Begin to write what write-back tiers lack of the host tier, which keeps it."""
+        with self._working():
+            for book in [book for book in self._below if book.attached and book.write.on_evict]:
+                for node, pages in self._bare_pages([book]):
+                    scope = Scope.parse(self._index.namespace(node))
+                    self._begin(Move(node, scope, pages, self._host.name, book.name))
+
+    def unsaved_pages(self) -> int:
+        """Pages that the host tier alone has, where there are tiers below; 0 where there are none."""
+        with self._working():
+            below = [book for book in self._below if book.attached]
+            return sum(pages.size for _, pages in self._bare_pages(below)) if below else 0
+
+    def close(self) -> None:
+        """Let go of what is pinned, and of what waits for room. What is under way is still answered."""
+        with self._working():
+            pinned, self._pinned = self._pinned, []
+            for _, node in pinned:
+                self._index.unlock(node)
+                self._index.tidy(node)
+            for move in [*self._waiting]:
+                self._settle(move, move.pages, CANCELLED)
+            self._give_up_size(self._host)
 
     # --- keeping and forgetting
 
@@ -130,7 +192,8 @@ class Keeping(Prefetching):
             return pages
 
     def tick(self) -> None:
-        """Call it now and then: pins end, cold branches are pruned."""
+        """Call it now and then: pins end, cold branches are pruned, a host tier above its watermark is cleared, or
+        goes on shrinking."""
         with self._working():
             now = self._index.clock()
             ended = [node for until, node in self._pinned if until <= now]
@@ -138,7 +201,10 @@ class Keeping(Prefetching):
             for node in ended:
                 self._index.unlock(node)
                 self._index.tidy(node)
+            self._vacate(self._host)
             prune, host = self._prune, self._host
+            if host.used - host.leaving > self._high * (host.capacity or 0):
+                self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))
             if prune is not None and now - self._pruned_at >= prune.every_s:
                 self._pruned_at = now
                 tails = host.victims.candidates()
@@ -149,6 +215,27 @@ class Keeping(Prefetching):
                         self._give_up(tail, host, np.flatnonzero(self._row(tail, host) >= 0))
                         if parent is not None and host.victims.is_candidate(parent):
                             tails.append(parent)
+
+    def _bare_pages(self, below: Sequence[Book]) -> list[tuple[Node, Ids]]:
+        """Nodes and pages that the host tier has, and none of these, nor are they on their way there."""
+        found = []
+        for node in self._index.nodes():
+            bare = self._row(node, self._host) >= 0
+            for book in below:
+                bare &= self._row(node, book) == ABSENT
+            if bare.any():
+                found.append((node, np.flatnonzero(bare) + node.start))
+        return found
+
+    def _forget(self, book: Book) -> None:
+        for node in [*self._index.nodes()]:
+            codes = self._row(node, book)
+            local = np.flatnonzero(codes >= 0)
+            if local.size:
+                self._index.write(node, book.name, local + node.start, np.full(local.size, ABSENT))
+                book.give(codes[local] if book.is_slots else np.zeros(local.size, dtype=np.int64))
+        for node in [node for node in self._index.nodes() if not node.children]:
+            self._index.tidy(node)
 
     def _book(self, tier: str) -> Book:
         if tier not in self._books:

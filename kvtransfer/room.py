@@ -65,10 +65,11 @@ class Room(ABC):
         and of that path those that a lower tier has. Some may go only after an answer."""
         if book.free is None:
             return wanted
-        short = wanted - book.free - book.leaving
-        if short > 0:
+        while (short := wanted - book.free - book.leaving) > 0:
             extra = int(self._evict_extra * (book.capacity or 0))
-            self._evict(book, short + extra, own)
+            gone = self._evict(book, short + extra, own)
+            if not (book.is_slots and (gone >= book.extents.ready).any()):
+                break  # what went from slots that are to go made no room: look for more
         return max(0, min(wanted, book.free))
 
     def _evict(self, book: Book, wanted: int, own: Node | None = None) -> Ids:
@@ -121,6 +122,12 @@ class Room(ABC):
                 return freed
         if not book.by_key:
             return self._drop(node, book, pages, "evicted")
+        self._ask_to_remove(node, book, pages)
+        return local[:0]
+
+    def _ask_to_remove(self, node: Node, book: Book, pages: Ids) -> None:
+        """Tell a tier by key to remove pages of a node; they count until it has said so."""
+        scope = Scope.parse(self._index.namespace(node))
         for at in range(0, pages.size, BATCH_PAGES):
             some = pages[at : at + BATCH_PAGES]
             book.leaving += some.size
@@ -129,7 +136,6 @@ class Room(ABC):
             self._index.write(node, book.name, some, pending(zeros))
             command = Evict(id=self._new_id(), tier=book.name, scope=scope, keys=keys)
             self._give_out(Flight(command, node, some, zeros, zeros[:0], None, book.name, None))
-        return local[:0]
 
     def _writes(self, upper: Book, lower: Book) -> bool:
         """Whether pages go from the one to the other."""
