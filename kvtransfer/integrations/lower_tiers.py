@@ -7,15 +7,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from kvtransfer.config_fields import Config
-from kvtransfer.config_tiers import DiskOptions, MemoryOptions, OtherOptions
+from kvtransfer.config_tiers import DiskOptions, MemoryOptions, TierOptions
 from kvtransfer.kernels.errors import ConfigError, TierError
 from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.tier_build import TierMaker
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer, Tier, TierHandle, TierStats
 from kvtransfer.tiers.disk_folder import Place
-from kvtransfer.tiers.registry import make_tier
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +34,29 @@ def open_lower_tiers(
     """
     if not config.lower_tiers:
         raise ConfigError("tiers: expected at least one below the host (disk, redis, mooncake ...), got none")
+    make = TierMaker(spec, namespace, place, owners)
     opened: dict[str, Tier] = {}
     try:
         for name, options in config.lower_tiers.items():
-            settings: dict[str, Any] = options.settings()
-            if isinstance(options, DiskOptions):
-                settings |= {"spec": spec, "namespace": namespace, "place": place, "owners": owners}
-            if isinstance(options, (DiskOptions, MemoryOptions)):
-                for what in ("capacity_bytes", "capacity_pages"):
-                    if settings.get(what) is not None:
-                        settings[what] = max(1, int(settings[what] * share))
-            if not isinstance(options, OtherOptions):
-                settings["name"] = name
-            opened[name] = make_tier(options.kind, **settings)
+            opened[name] = make(name, _share_of(options, share))
     except BaseException:
         for tier in opened.values():
             tier.close(drain=False)
         raise
     return opened
+
+
+def _share_of(options: TierOptions, share: float) -> TierOptions:
+    """The options of a tier that may take this share of the room; servers of others know no limit of ours."""
+    if not isinstance(options, DiskOptions | MemoryOptions):
+        return options
+    smaller: dict[str, Any] = {}
+    if options.cache_gb is not None:
+        smaller["cache_gb"] = options.cache_gb * share
+    pages = getattr(options, "pages", None)
+    if pages is not None:
+        smaller["pages"] = max(1, int(pages * share))
+    return structs.replace(options, **smaller)
 
 
 class TierStack:

@@ -257,20 +257,27 @@ def test_host_memory_smaller_than_the_device() -> None:
     linked.linker.close()
 
 
-def test_a_disk_below_and_a_restart(tmp_path: Path) -> None:
-    settings = {
-        "tiers": {
-            "host": {"pages": 8, "pin": False},
-            "disk": {"paths": [str(tmp_path)], "cache_gb": 0.05, "file_gb": 0.01},
-        }
-    }
-    linked = Linked(settings)
+def with_disk(folder: Path) -> dict[str, Any]:
+    """Host memory of 8 pages, and a disk."""
+    disk = {"paths": [str(folder)], "cache_gb": 0.05, "file_gb": 0.01}
+    return {"tiers": {"host": {"pages": 8, "pin": False}, "disk": disk}}
+
+
+def four_prompts(linked: Linked) -> tuple[Any, list[list[int]], list[list[torch.Tensor]]]:
+    """Twice what host memory holds: all on the disk when this returns, half of it there alone; the device is empty."""
     pool = next(iter(linked.linker.pools.values()))
     pool.slots._protect_s = 0.0
     prompts = [some(16) for _ in range(4)]
     rows = [linked.run(tokens) for tokens in prompts]
     caches.until(lambda: pool.lower._stack.stats()["disk"].pages == 16, lambda: None)
     linked.evict()
+    return pool, prompts, rows
+
+
+def test_a_disk_below_and_a_restart(tmp_path: Path) -> None:
+    settings = with_disk(tmp_path)
+    linked = Linked(settings)
+    _, prompts, rows = four_prompts(linked)
     for number in (0, 3, 1):  # the first are on the disk alone
         assert equal(linked.load(f"a{number}", prompts[number]), rows[number])
     linked.linker.close()
@@ -291,12 +298,7 @@ def found_in_the_end(linked: Linked, name: str, tokens: list[int]) -> int:
 
 
 def test_a_disk_page_that_is_damaged_fails_the_load(tmp_path: Path) -> None:
-    settings = {
-        "tiers": {
-            "host": {"pages": 8, "pin": False},
-            "disk": {"paths": [str(tmp_path)], "cache_gb": 0.05, "file_gb": 0.01},
-        }
-    }
+    settings = with_disk(tmp_path)
     first = Linked(settings)
     tokens = some(16)
     rows = first.run(tokens)
@@ -344,19 +346,9 @@ def test_lookup_is_quick(linked: Linked) -> None:
 
 
 def test_a_load_waits_for_a_slow_tier_and_the_scheduler_does_not(tmp_path: Path) -> None:
-    settings = {
-        "tiers": {
-            "host": {"pages": 8, "pin": False},
-            "disk": {"paths": [str(tmp_path)], "cache_gb": 0.05, "file_gb": 0.01},
-        }
-    }
+    settings = with_disk(tmp_path)
     linked = Linked(settings)
-    pool = next(iter(linked.linker.pools.values()))
-    pool.slots._protect_s = 0.0
-    prompts = [some(16) for _ in range(4)]
-    rows = [linked.run(tokens) for tokens in prompts]
-    caches.until(lambda: pool.lower._stack.stats()["disk"].pages == 16, lambda: None)
-    linked.evict()
+    pool, prompts, rows = four_prompts(linked)
     gate = threading.Event()
     real = pool.lower._stack.get
     pool.lower._stack.get = lambda *args: gate.wait(30) and real(*args)
