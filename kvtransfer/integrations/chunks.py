@@ -8,7 +8,6 @@ on its full key, its namespace and its checksum.
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import mmap
 import threading
@@ -192,7 +191,6 @@ class ChunkStore:
         self._registered = False  # by close
         self._rows = np.empty((0, self.chunk_bytes), dtype=np.uint8)
         self._trailers = np.empty((0, 0), dtype=np.uint8)
-        gc.collect()  # errors and the frames they came from hold each other, and buffers with them
 
     def _open(self, job: Hashable, keys: Sequence[bytes], rows: Sequence[int], *, is_load: bool) -> ChunkJob:
         if len(keys) != len(rows):

@@ -14,6 +14,7 @@ hashes, not tokens, so records hold none: docs/reliability.md says what they res
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
@@ -183,6 +184,7 @@ class KVTransferTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Finish what is under way and close the tier; vLLM's memory is let go of."""
         self._store.close()
+        gc.collect()  # errors and the frames they came from hold each other, and the memory that vLLM is to unmap
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
