@@ -1,4 +1,4 @@
-"""What the connector takes from vLLM's configuration, what it refuses, and the directory that follows from both."""
+"""What the connector takes from vLLM's configuration and from its workers, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.kv_cache_interface import is_full_attention_spec
 
-from kvtransfer.books import TierPlan
 from kvtransfer.config import Config, kv_dtype_of, load_config
-from kvtransfer.directory import Directory
 from kvtransfer.integrations.vllm_messages import WorkerFacts
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.policy import Prefetch, Prune
+from kvtransfer.mover_facts import MoverFacts, TierFacts
+from kvtransfer.tiers.disk_folder import Place
 from kvtransfer.tiers.keys import Namespace, Shard
 
 if TYPE_CHECKING:
@@ -55,8 +55,7 @@ class EngineFacts:
     block_size    tokens of a block, which is a page
     num_blocks    of a worker's pool
     ranks, rank   workers that hold a part of each page, and which this one is (0 in the scheduler)
-    head_parts    in how many the heads are cut; fewer than the ranks where several hold the same
-    replicas      neighbouring ranks that hold the same
+    replicas      neighbouring ranks that hold the same heads
     model, kv_dtype  for the namespace: what the weights are, and what the bytes mean
     replica, replicas_of_engine  which of the engine's data-parallel replicas, of how many
     """
@@ -110,11 +109,16 @@ class EngineFacts:
 
     @property
     def head_parts(self) -> int:
+        """In how many parts the heads are cut."""
         return self.ranks // self.replicas
 
     def shard(self, num_layers: int) -> Shard:
         """What this rank holds of a page. Ranks that hold the same have the same shard."""
         return Shard(0, num_layers, self.rank // self.replicas, self.head_parts)
+
+    def place(self, instance: int) -> Place:
+        """Which process of a deployment a worker is: disks have a folder for each."""
+        return Place(instance=instance, dp=self.replica, tp=self.rank)
 
     def namespace(self, spec: str, adapter: str | None = None, generation: str = "") -> bytes:
         """Digest of the content namespace; ``spec``: canonical text of the whole model's pages. A ``generation`` sets
@@ -123,30 +127,22 @@ class EngineFacts:
         return Namespace(model, self.kv_dtype, spec, self.block_size, adapter).digest()
 
 
-def make_directory(config: Config, workers: Sequence[WorkerFacts]) -> Directory:
-    """A directory for what all of these workers have. Raises ConfigError if they differ in what must be equal."""
+def common_facts(workers: Sequence[WorkerFacts]) -> MoverFacts:
+    """What all of these workers have. Raises ConfigError if they differ in what must be equal."""
     facts = [worker.facts for worker in workers]
     if len({(worker.spec, one.page_size, tuple(one.tiers)) for worker, one in zip(workers, facts, strict=True)}) != 1:
         raise ConfigError(f"workers: expected the same pages and tiers on every rank, got {workers}")
-    evict = config.eviction.policy
-    plans = [TierPlan(HOST, "slots", min(one.host_pages for one in facts), evict=evict)]
+    tiers = {}
     for name in facts[0].tiers:
-        tiers = [one.tiers[name] for one in facts]
-        shared = tiers[0].shared
-        capacities = [tier.capacity_pages for tier in tiers if tier.capacity_pages is not None]
-        capacity = min(capacities) if capacities and not shared else None
-        ask = shared or any(tier.pages for tier in tiers)
-        kind = "shared" if shared else "keys"
-        plans.append(TierPlan(name, kind, capacity, evict=evict, write=config.write.policy, ask=ask))  # type: ignore[arg-type]
-    fetch, prune = config.prefetch, config.eviction
-    return Directory(
-        facts[0].page_size,
-        plans,
-        prefetch=Prefetch(fetch.min_tokens, fetch.stop, fetch.timeout_base_s, fetch.timeout_per_ki_token_s),
-        prune=Prune(prune.prune_uses, prune.prune_idle_s, prune.prune_every_s, prune.prune_above)
-        if prune.prune
-        else None,
-        algorithm=config.namespace.page_keys,
+        said = [one.tiers[name] for one in facts]
+        capacities = [tier.capacity_pages for tier in said if tier.capacity_pages is not None]
+        pages = max(tier.pages for tier in said)
+        tiers[name] = TierFacts(said[0].shared, min(capacities, default=None), pages)
+    return msgspec.structs.replace(
+        facts[0],
+        host_pages=min(one.host_pages for one in facts),
+        host_most_pages=min(one.host_pages for one in facts),
+        tiers=tiers,
     )
 
 

@@ -17,7 +17,9 @@ from vllm.logger import init_logger
 from kvtransfer.commands import CODES, OK, Ack, Load, Scope, Store, decode, encode
 from kvtransfer.config import Config
 from kvtransfer.directory import Directory
-from kvtransfer.integrations.vllm_facts import HOST, EngineFacts, make_directory
+from kvtransfer.directory_build import directory_of
+from kvtransfer.integrations.vllm_facts import HOST, EngineFacts, common_facts
+from kvtransfer.integrations.vllm_events import stored_events
 from kvtransfer.integrations.vllm_messages import StepAnswers, StepMetadata, WorkerFacts
 from kvtransfer.integrations.vllm_requests import RequestState, adapter_name, keepable_tokens, request_salt
 from kvtransfer.jobs import Job
@@ -25,12 +27,13 @@ from kvtransfer.rank_answers import RankAnswers
 from kvtransfer.tiers.base import PageStatus
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import BlockStored
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 _ERROR = CODES[PageStatus.ERROR]
 
 
@@ -38,10 +41,13 @@ class SchedulerHalf:
     """Decides for one engine. Called by vLLM's scheduler, on its thread.
 
     layerwise: hits are loaded in the step that uses them, layer by layer; otherwise before it, while the request waits.
+    events: tell what has come into host memory (`take_events`).
     """
 
-    def __init__(self, config: Config, facts: EngineFacts, *, layerwise: bool) -> None:
+    def __init__(self, config: Config, facts: EngineFacts, *, layerwise: bool, events: bool = False) -> None:
         self.layerwise = layerwise
+        self._events: list[BlockStored] = []
+        self._wants_events = events
         self._config, self._facts = config, facts
         self._salt = config.namespace.salt_bytes()
         self._namespaces: dict[str | None, bytes] = {}
@@ -61,13 +67,19 @@ class SchedulerHalf:
     # --- start
 
     def start(self, workers: Sequence[WorkerFacts]) -> None:
-        """The workers' memory is there: from now on there can be hits. Does nothing the second time."""
-        if self._directory is None:
-            self._directory = make_directory(self._config, workers)
-            self._spec = workers[0].spec
-            self._namespaces.clear()
-            host = self._directory.figures().tiers[HOST].capacity_pages
-            logger.info("kvtransfer: %d ranks, %d pages of %d tokens in host memory", len(workers), host, self._facts.block_size)
+        """The workers' memory is there: from now on there can be hits. Again after the engine slept: its host memory is
+        new then, and empty."""
+        if not workers:
+            return
+        if self._directory is not None:
+            self._directory.lost()
+        self._directory = directory_of(self._config, common_facts(workers))
+        self._answers = RankAnswers(self._facts.ranks)
+        self._news, self._layer_loads, self._open_stores, self._doubtful = StepMetadata(), set(), set(), set()
+        self._spec = workers[0].spec
+        self._rename()
+        host = self._directory.figures().tiers[HOST].capacity_pages
+        logger.info("kvtransfer: %d ranks, %d pages of %d tokens", len(workers), host, self._facts.block_size)
 
     def hold_in(self, pool: BlockPool) -> None:
         """Where blocks are held that a store reads."""
@@ -190,15 +202,14 @@ class SchedulerHalf:
     def reset(self) -> None:
         """From now on nothing is found that was kept before, in no tier: the engine's weights may have changed."""
         self._generation = secrets.token_hex(8)
-        self._namespaces.clear()
-        for state in self._requests.values():
-            state.forget_hit()
-            if state.fetch is not None and self._directory is not None:
-                self._directory.stop(state.fetch)
-            state.fetch, state.stored_pages = None, 0
-            state.scope = Scope(self._namespace(adapter_name(state.request)), state.scope.salt)
+        self._rename()
         if self._directory is not None:
             self._directory.flush(HOST)
+
+    def take_events(self) -> list[BlockStored]:
+        """What has come into host memory since the last call, where events are wanted."""
+        taken, self._events = self._events, []
+        return taken
 
     def take_counts(self) -> dict[str, float]:
         """What was counted since the last call."""
@@ -206,6 +217,16 @@ class SchedulerHalf:
         return dict(taken)
 
     # --- inside
+
+    def _rename(self) -> None:
+        """Nothing that requests were told so far holds any more."""
+        self._namespaces.clear()
+        for state in self._requests.values():
+            state.forget_hit()
+            if state.fetch is not None and self._directory is not None:
+                self._directory.stop(state.fetch)
+            state.fetch, state.load, state.stored_pages = None, None, 0
+            state.scope = Scope(self._namespace(adapter_name(state.request)), state.scope.salt)
 
     def _namespace(self, adapter: str | None) -> bytes:
         if adapter not in self._namespaces:
@@ -244,9 +265,9 @@ class SchedulerHalf:
         if not job.done:
             self._pool.touch([self._pool.blocks[block] for block in ids])
             self._held[job] = ids
-            job.add_done_callback(self._let_go)
+            job.add_done_callback(lambda done: self._let_go(state, done))
 
-    def _let_go(self, job: Job) -> None:
+    def _let_go(self, state: RequestState, job: Job) -> None:
         """A store is done: its blocks are the engine's again, the last of the prefix to go first."""
         ids = self._held.pop(job)
         assert self._pool is not None
@@ -254,6 +275,8 @@ class SchedulerHalf:
         ok = job.positions(PageStatus.OK)
         self._count("stored_tokens", len(ok) * self._facts.block_size)
         self._count("failed_store_pages", len(ids) - len(ok))
+        if self._wants_events and ok:
+            self._events += stored_events(state.request, ok, self._facts.block_size)
 
     def _arrived(self, state: RequestState, job: Job) -> None:
         """An asynchronous load is over, on every rank."""

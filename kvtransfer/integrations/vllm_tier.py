@@ -40,13 +40,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvtransfer.config import Config, load_config
 from kvtransfer.integrations.chunks import ChunkStore, chunk_spec, namespace_digest
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.tier_build import TierMaker
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.disk_folder import Place
-from kvtransfer.tiers.registry import make_tier
 
 PAGES = "vllm:kvtransfer_tier_pages"
 STATUS_LABEL, DIRECTION_LABEL, TIER_LABEL = "status", "direction", "tier"
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 
 class KVTransferTier(SecondaryTierManager):
@@ -230,13 +230,11 @@ def _make(config: Config, name: str, spec: OffloadingSpec, chunk_bytes: int, nam
     if options is None or name == "host":
         known = ", ".join(config.lower_tiers) or "none"
         raise ConfigError(f"tier: expected one of the configured tiers below the host ({known}), got {name!r}")
-    settings = dict(options.settings(), name=name)
-    if options.kind == "disk":
-        parallel = spec.config.parallel
-        settings["spec"] = chunk_spec(chunk_bytes)
-        settings["namespace"] = namespace
-        settings["owners"] = config.instances * max(1, parallel.data_parallel_size)
-        settings["place"] = Place(instance=config.instance, dp=parallel.data_parallel_index)
-    return make_tier(options.kind, **settings)
-
-
+    parallel = spec.config.parallel
+    maker = TierMaker(
+        chunk_spec(chunk_bytes),
+        namespace,
+        Place(instance=config.instance, dp=parallel.data_parallel_index),
+        config.instances * max(1, parallel.data_parallel_size),
+    )
+    return maker(name, options)
