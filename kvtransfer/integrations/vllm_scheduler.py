@@ -230,7 +230,7 @@ class SchedulerHalf:
 
     def _namespace(self, adapter: str | None) -> bytes:
         if adapter not in self._namespaces:
-            self._namespaces[adapter] = self._facts.namespace(self._config, self._spec, adapter, self._generation)
+            self._namespaces[adapter] = self._facts.namespace(self._spec, adapter, self._generation)
         return self._namespaces[adapter]
 
     def _offer(self, state: RequestState) -> tuple[int, bool]:
