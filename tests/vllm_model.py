@@ -1,7 +1,8 @@
 """A model whose every output depends on every byte of KV that it reads: one wrong byte anywhere, and the tokens differ.
 
-The KV row of a token is a digest of all tokens up to it; the next token is a digest of all rows, of all layers and
-ranks, as they are found in the pool. `expected` says what comes out if every byte is right.
+The KV row of a token is a digest of the tokens up to it and of their rows in the layer below, as they are found in the
+pool; the next token is a digest of all rows, of all layers and ranks. `expected` says what comes out if every byte is
+right.
 """
 
 from __future__ import annotations
@@ -25,9 +26,18 @@ def prefixes(tokens: Sequence[int]) -> list[bytes]:
     return out
 
 
-def row(prefix: bytes, layer: int, rank: int) -> bytes:
-    """The KV of a token."""
-    return hashlib.blake2b(prefix + bytes([layer, rank]), digest_size=ROW_BYTES).digest()
+def new_rows(
+    known: Sequence[bytes], start: int, layer: int, rank: int, below: bytes | None
+) -> list[bytes]:
+    """The KV of the tokens from position ``start`` on. ``below``: all rows of the layer below, as they were read: what
+    was wrong there is wrong here too."""
+    seen = hashlib.blake2b(below[: start * ROW_BYTES] if below is not None else b"", digest_size=32)
+    rows = []
+    for at, prefix in enumerate(known[start:], start):
+        if below is not None:
+            seen.update(below[at * ROW_BYTES : (at + 1) * ROW_BYTES])
+        rows.append(hashlib.blake2b(prefix + bytes([layer, rank]) + seen.digest(), digest_size=ROW_BYTES).digest())
+    return rows
 
 
 def sampled(rows_by_layer: Sequence[bytes]) -> int:
@@ -38,11 +48,14 @@ def sampled(rows_by_layer: Sequence[bytes]) -> int:
 def expected(prompt: Sequence[int], count: int, layers: int, ranks: int = 1) -> list[int]:
     """What a prompt is continued with."""
     tokens = list(prompt)
+    there = [[b""] * layers for _ in range(ranks)]
     for _ in range(count):
         known = prefixes(tokens)
-        tokens.append(
-            sampled([b"".join(row(p, layer, rank) for p in known) for rank in range(ranks) for layer in range(layers)])
-        )
+        for rank, rows in enumerate(there):
+            for layer in range(layers):
+                start = len(rows[layer]) // ROW_BYTES
+                rows[layer] += b"".join(new_rows(known, start, layer, rank, rows[layer - 1] if layer else None))
+        tokens.append(sampled([one for rows in there for one in rows]))
     return tokens[len(prompt) :]
 
 

@@ -38,7 +38,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
-from vllm_model import Sequences, expected, prefixes, read_rows, row, sampled, write_rows
+from vllm_model import Sequences, expected, new_rows, prefixes, read_rows, sampled, write_rows
 
 from kvtransfer.integrations.vllm import KVTransferConnector
 
@@ -143,8 +143,9 @@ class Worker:
 
         for layer, (name, view) in enumerate(self.views.items()):
             for request, count in output.num_scheduled_tokens.items():
-                start, known = starts[request], prefixes(self.seen.tokens[request])
-                rows = [row(prefix, layer, self.rank) for prefix in known[start : start + count]]
+                start, known = starts[request], prefixes(self.seen.tokens[request][: starts[request] + count])
+                below = seen[request][-1] if layer else None
+                rows = new_rows(known, start, layer, self.rank, below)
                 write_rows(view, self.seen.blocks[request], start, rows)
 
             def attend(layer_name: str, view: torch.Tensor = view) -> None:

@@ -326,3 +326,20 @@ def test_whatever_happens_the_tokens_are_right(
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == engine.num_blocks - 1
     engine.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_forward_makes_of_a_bad_page_is_never_kept(tmp_path: Path, ranks: int) -> None:
+    """The step that finds out has computed, and begun to store, pages behind the one that does not verify."""
+    engine = Engine(tmp_path, ranks=ranks)
+    stem = prompt(100)
+    engine.ask("a", stem, 2)
+    engine.forget()
+    flip_a_bit_of_every_page(engine, ranks - 1, of=1)
+    asked = [*stem, *prompt(100)]
+    assert engine.ask("b", asked, 2) == engine.right(asked, 2)
+    engine.forget()
+    engine.taken()
+    assert engine.ask("c", asked, 2) == engine.right(asked, 2)
+    assert engine.taken()["loaded_tokens"] == 192
+    engine.close()
