@@ -114,16 +114,16 @@ def rig() -> Iterator[Rig]:
 @pytest.fixture
 def with_faults(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
     """Every tier that is made from here on can be told to fail."""
-    from kvtransfer.integrations import vllm_tier
+    from kvtransfer import tier_build
 
     made: list[FaultyTier] = []
-    inner = vllm_tier.make_tier
+    inner = tier_build.make_tier
 
     def wrapped(kind: str, **settings: Any) -> Tier:
         made.append(FaultyTier(inner(kind, **settings)))
         return made[-1]
 
-    monkeypatch.setattr(vllm_tier, "make_tier", wrapped)
+    monkeypatch.setattr(tier_build, "make_tier", wrapped)
     return made
 
 

@@ -26,9 +26,7 @@ def prefixes(tokens: Sequence[int]) -> list[bytes]:
     return out
 
 
-def new_rows(
-    known: Sequence[bytes], start: int, layer: int, rank: int, below: bytes | None
-) -> list[bytes]:
+def new_rows(known: Sequence[bytes], start: int, layer: int, rank: int, below: bytes | None) -> list[bytes]:
     """The KV of the tokens from position ``start`` on. ``below``: all rows of the layer below, as they were read: what
     was wrong there is wrong here too."""
     seen = hashlib.blake2b(below[: start * ROW_BYTES] if below is not None else b"", digest_size=32)

@@ -235,9 +235,7 @@ class ChunkStore:
         for start in starts:
             places = range(start, min(start + BATCH_PAGES, len(keys)))
             try:
-                handle = verb(
-                    keys[start : places.stop], buffers[start : places.stop], deadline_s=self._deadline_s
-                )
+                handle = verb(keys[start : places.stop], buffers[start : places.stop], deadline_s=self._deadline_s)
             except KVTransferError as error:  # refused as a whole: closed, or memory that it does not know
                 job.error = job.error or error
                 self._settle(job, places, [PageStatus.ERROR] * len(places))

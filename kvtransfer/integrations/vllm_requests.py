@@ -54,7 +54,9 @@ def request_salt(salt: bytes, cache_salt: str | None) -> bytes:
     """The tenant's salt with the request's own. No two pairs give the same."""
     if cache_salt is None:
         return salt
-    return hashlib.sha256(b"kvtransfer request salt\0" + len(salt).to_bytes(8, "little") + salt + cache_salt.encode()).digest()
+    return hashlib.sha256(
+        b"kvtransfer request salt\0" + len(salt).to_bytes(8, "little") + salt + cache_salt.encode()
+    ).digest()
 
 
 def adapter_name(request: Request) -> str | None:

@@ -60,6 +60,7 @@ class SchedulerHalf:
         self._layer_loads: set[int] = set()  # commands that are not answered
         self._open_stores: set[int] = set()  # likewise
         self._doubtful: set[int] = set()  # of these, what a forward may have made of a load that failed
+        self._fresh: set[int] = set()  # blocks that steps with such loads under way fill
         self._generation = ""
         self._spec = ""
         self._counts: Counter[str] = Counter()
@@ -160,6 +161,8 @@ class SchedulerHalf:
         news.commands = [encode(command) for command in commands]
         self._open_stores.update(command.id for command in commands if isinstance(command, Store))
         self._layer_loads.update(c.id for c in commands if isinstance(c, Load) and c.layerwise)
+        if not self._layer_loads:
+            self._fresh.clear()
         return news
 
     def answered(self, answers: StepAnswers) -> None:
@@ -177,6 +180,8 @@ class SchedulerHalf:
         for ack in sorted(whole, key=lambda ack: ack.id not in self._layer_loads):  # stable
             if ack.id in self._layer_loads and set(ack.statuses) - {OK}:
                 self._doubtful |= self._open_stores
+                if self._pool is not None:
+                    self._pool.evict_blocks(set(self._fresh))
             self._layer_loads.discard(ack.id)
             if ack.id in self._doubtful:
                 self._doubtful.discard(ack.id)
@@ -251,13 +256,16 @@ class SchedulerHalf:
         state = self._requests.get(request_id)
         if state is None or self._pool is None or output.kv_connector_block_state is None:
             return
-        size = self._facts.block_size
-        tokens = state.tokens(state.request.num_computed_tokens + scheduled)
+        size, computed = self._facts.block_size, state.request.num_computed_tokens
+        tokens = state.tokens(computed + scheduled)
         pages = len(tokens) // size
-        if pages <= state.stored_pages:
+        if pages <= min(state.stored_pages, computed // size):
             return
         blocks = output.kv_connector_block_state.get_block_ids(request_id)
         if blocks is None:
+            return
+        self._fresh.update(blocks[0][computed // size : pages])
+        if pages <= state.stored_pages:
             return
         ids = blocks[0][state.stored_pages : pages]
         job = directory.store(tokens[: pages * size], ids, state.scope, first=state.stored_pages)
@@ -288,8 +296,11 @@ class SchedulerHalf:
         self._failed(state, job)
 
     def _failed(self, state: RequestState, job: Job) -> None:
-        """Pages of a load that did not arrive are computed, and stored, anew."""
+        """Pages of a load that did not arrive are computed, and stored, anew. The engine may have put them into its own
+        cache already, where others would find them, were the request to go before it has computed them."""
         if job.usable_pages < job.codes.size:
+            if self._pool is not None and job.ids is not None:
+                self._pool.evict_blocks(set(job.ids[job.usable_pages :].tolist()))
             state.stored_pages = min(state.stored_pages, job.first + job.usable_pages)
             self._count("failed_load_pages", job.codes.size - job.usable_pages)
             logger.warning("kvtransfer: a load failed in part, its request computes the rest: %s", job.detail)

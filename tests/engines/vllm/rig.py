@@ -310,6 +310,3 @@ class Engine:
             worker.connector.shutdown()
         self.scheduler.shutdown()
         kv_transfer_state._KV_CONNECTOR_AGENT = None
-
-
-

@@ -343,3 +343,32 @@ def test_what_a_forward_makes_of_a_bad_page_is_never_kept(tmp_path: Path, ranks:
     assert engine.ask("c", asked, 2) == engine.right(asked, 2)
     assert engine.taken()["loaded_tokens"] == 192
     engine.close()
+
+
+def test_nobody_else_takes_a_bad_page_from_the_engines_own_cache(tmp_path: Path) -> None:
+    """The engine has cached the blocks of a layer-wise load at once; the request that was to compute them anew goes."""
+    engine = Engine(tmp_path)
+    asked = prompt(150)
+    answer = engine.ask("a", asked, 2)
+    engine.forget()
+    flip_a_bit_of_every_page(engine, of=1)
+    engine.add("b", asked, 2)
+    engine.step()
+    engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    assert engine.ask("c", asked, 2) == answer
+    engine.close()
+
+
+def test_nor_what_was_made_of_it(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    stem = prompt(100)
+    engine.ask("a", stem, 2)
+    engine.forget()
+    flip_a_bit_of_every_page(engine, of=1)
+    asked = [*stem, *prompt(100)]
+    engine.add("b", asked, 2)
+    engine.step()
+    engine.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    engine.ask("c", stem, 2)  # computes the first pages: those behind them would be found again
+    assert engine.ask("d", asked, 2) == engine.right(asked, 2)
+    engine.close()

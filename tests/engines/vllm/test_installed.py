@@ -102,7 +102,9 @@ def _annotated(real: type) -> set[str]:
     return {name for c in inspect.getmro(real) for name in getattr(c, "__annotations__", {})}
 
 
-@pytest.mark.parametrize(("module", "tree"), list(_modules()), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("module", "tree"), list(_modules()), ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_the_stand_in_has_its_signatures(module: str, tree: ast.Module) -> None:
     real = importlib.import_module(module)
     private = [

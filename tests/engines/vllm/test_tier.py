@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.config import (
 )
 from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 
-from kvtransfer.integrations import vllm_tier
+from kvtransfer import tier_build
 from kvtransfer.integrations.vllm_tier import PAGES, KVTransferTier
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.faulty import Fault, FaultyTier
@@ -147,13 +147,13 @@ MEMORY = {"tier": "memory", "settings": {"tiers": {"memory": {"cache_gb": 0.01}}
 def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
     """Tiers that are made from here on, as they can be told to fail."""
     made: list[FaultyTier] = []
-    inner = vllm_tier.make_tier
+    inner = tier_build.make_tier
 
     def wrapped(kind: str, **settings: Any) -> Tier:
         made.append(FaultyTier(inner(kind, **settings)))
         return made[-1]
 
-    monkeypatch.setattr(vllm_tier, "make_tier", wrapped)
+    monkeypatch.setattr(tier_build, "make_tier", wrapped)
     return made
 
 
