@@ -55,12 +55,13 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
-        facts = EngineFacts.of(vllm_config, kv_cache_config, options.config)
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if not options.config.enabled:
             logger.warning("kvtransfer: enabled is false: nothing is kept or loaded")
-        elif role is KVConnectorRole.SCHEDULER:
+            return
+        facts = EngineFacts.of(vllm_config, kv_cache_config, options.config)
+        if role is KVConnectorRole.SCHEDULER:
             wanted = vllm_config.kv_events_config
             events = wanted is not None and wanted.enable_kv_cache_events
             self._scheduler = SchedulerHalf(options.config, facts, layerwise=options.layerwise, events=events)
@@ -121,7 +122,7 @@ class KVTransferConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.end_forward()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous load is over. Blocks that are stored are held elsewhere (`bind_gpu_block_pool`)."""
+        """Requests whose asynchronous load is over. Blocks under a store are held otherwise: `bind_gpu_block_pool`."""
         received = self._step().received if self._worker is not None and self.has_connector_metadata() else None
         return None, set(received) if received else None
 

@@ -87,8 +87,8 @@ class EngineFacts:
             kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
             raise ConfigError(
                 f"KV cache groups: expected one group of full attention, got {len(groups)} ({kinds or 'none'}); start "
-                "vLLM with --disable-hybrid-kv-cache-manager, or keep this model's KV by vLLM's own OffloadingConnector "
-                "with our tier below it (docs/vllm.md)"
+                "vLLM with --disable-hybrid-kv-cache-manager, or take its OffloadingConnector with our tier below it "
+                "(docs/vllm.md)"
             )
         replicas = max(1, kv_cache_config.kv_tp_replicas)
         if parallel.tensor_parallel_size % replicas:

@@ -1,7 +1,7 @@
 """From vLLM's KV tensors to a `KVPool`: one view a layer, ``[blocks, heads, tokens, content]``, strided any way.
 
 vLLM keeps K and V of a head side by side in the last axis, so they are one component here: in a layout with the blocks
-outermost and the heads inside the tokens (BLNHC) a page of vLLM is byte for byte a page of ours, and moves as one piece.
+outermost and the heads inside the tokens (BLNHC) a page of vLLM is byte for byte a page of ours: it moves as one piece.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -57,7 +58,7 @@ def engine_pool(
         if not isinstance(tensor, torch.Tensor) or tensor.ndim != 4 or tensor.shape[0] % num_blocks:
             got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise LayoutError(
-                f"{layer}: expected [blocks, heads, tokens, content] with a multiple of {num_blocks} blocks, got {got}; "
+                f"{layer}: expected [blocks, heads, tokens, content] and a multiple of {num_blocks} blocks, got {got}; "
                 "caches without a view a layer can't be kept"
             )
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -112,7 +113,7 @@ def _one_part(views: list[torch.Tensor], axes: str, spec: KVSpec) -> list[Part] 
         and view.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         for view in views
     )
-    steps = {b.storage_offset() - a.storage_offset() for a, b in zip(views, views[1:], strict=False)}
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(views)}
     if len(views) < 2 or not alike or len(steps) != 1 or (step := steps.pop()) <= 0:
         return None
     if any(components != spec.layers[0] for components in spec.layers):

@@ -18,8 +18,8 @@ from kvtransfer.commands import CODES, OK, Ack, Load, Scope, Store, decode, enco
 from kvtransfer.config import Config
 from kvtransfer.directory import Directory
 from kvtransfer.directory_build import directory_of
-from kvtransfer.integrations.vllm_facts import HOST, EngineFacts, common_facts
 from kvtransfer.integrations.vllm_events import stored_events
+from kvtransfer.integrations.vllm_facts import HOST, EngineFacts, common_facts
 from kvtransfer.integrations.vllm_messages import StepAnswers, StepMetadata, WorkerFacts
 from kvtransfer.integrations.vllm_requests import RequestState, adapter_name, keepable_tokens, request_salt
 from kvtransfer.jobs import Job
@@ -98,8 +98,8 @@ class SchedulerHalf:
         return state
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens can be loaded behind those that the engine has, and whether beside its steps. None: ask again,
-        lower tiers are being read. At least one token is left to compute, so that no loaded block is written to."""
+        """How many tokens can be loaded behind those that the engine has, and whether beside its steps. None: ask
+        again, lower tiers are being read. One token at least is left to compute: no loaded block is written to."""
         directory, state, size = self._directory, self.arrived(request), self._facts.block_size
         if directory is None or computed_tokens % size:
             return 0, False

@@ -203,8 +203,8 @@ class KVTransferTier(SecondaryTierManager):
 def content_facts(spec: OffloadingSpec, chunk_bytes: int, model: str | None) -> Mapping[str, object]:
     """All that must be equal for two chunks of one key to hold the same bytes.
 
-    vLLM's keys are digests over the tokens and what came before, adapters and salts included; the rest is here. How many
-    ranks share a chunk does not matter where vLLM says that the bytes don't depend on it.
+    vLLM's keys are digests over the tokens and what came before, adapters and salts included; the rest is here. How
+    many ranks share a chunk does not matter where vLLM says that the bytes don't depend on it.
     """
     given = spec.config
     parallel = given.parallel

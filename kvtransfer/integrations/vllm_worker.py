@@ -146,7 +146,7 @@ class WorkerHalf:
             try:
                 loads.wait_all()
             except KVTransferError as error:
-                logger.warning("kvtransfer: a load failed: %s", error)
+                logger.debug("kvtransfer: a load failed: %s", error)
         self._declare_stream()
         stores, self._stores = self._stores, []
         self._submit(stores)
@@ -207,7 +207,7 @@ class WorkerHalf:
             try:
                 loads.wait_layer(layer)
             except KVTransferError as error:  # its answer names the pages; what the forward makes of them is discarded
-                logger.warning("kvtransfer: layer %d: %s", layer, error)
+                logger.debug("kvtransfer: layer %d: %s", layer, error)
 
     def _declare_stream(self) -> None:
         """Transfers are ordered against the stream that the engine uses now."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

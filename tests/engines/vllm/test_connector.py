@@ -1,4 +1,4 @@
-"""The connector inside vLLM's own scheduler: what comes out of it is right to the token, whatever comes from a cache."""
+"""The connector inside vLLM's own scheduler: what comes out is right to the token, whatever comes from a cache."""
 
 from __future__ import annotations
 

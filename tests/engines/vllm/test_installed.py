@@ -79,9 +79,17 @@ def _differences(module: str, node: ast.stmt, real: Any) -> Iterator[str]:
             return
         for base in node.bases:
             name = base.id if isinstance(base, ast.Name) else ""
-            if name and name not in ("NamedTuple", "Enum", "ABC", "object", "Protocol"):
-                if name not in [c.__name__ for c in inspect.getmro(found)]:
-                    yield f"{module}.{node.name} does not derive from {name}"
+            known = [
+                "",
+                "NamedTuple",
+                "Enum",
+                "ABC",
+                "object",
+                "Protocol",
+                *(c.__name__ for c in inspect.getmro(found)),
+            ]
+            if name not in known:
+                yield f"{module}.{node.name} does not derive from {name}"
         fields = [f.name for f in dataclasses.fields(found)] if dataclasses.is_dataclass(found) else None
         ours = [s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
         is_data = any("dataclass" in ast.dump(d) for d in node.decorator_list)

@@ -29,7 +29,7 @@ class BlockPool:
                 self._free.append(block.block_id)
 
     def evict_blocks(self, block_ids: set[int]) -> None:
-        self.evicted = block_ids
+        self.evicted |= block_ids
 
     def get_num_free_blocks(self) -> int:
         return len(self._free)
