@@ -10,10 +10,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvtransfer.books import TierPlan
+    from kvtransfer.cache import TieredCache
+    from kvtransfer.cache_handles import CacheLoad, CacheStore
+    from kvtransfer.commands import Scope
+    from kvtransfer.config import Config, load_config
+    from kvtransfer.directory import Directory
     from kvtransfer.engine import TransferEngine
     from kvtransfer.fifo import FifoStream
-    from kvtransfer.handles import PageState, TransferHandle, TransferResult, Verdict
+    from kvtransfer.handles import PageState, TransferHandle, TransferResult
     from kvtransfer.hooks import layerwise
+    from kvtransfer.index import PrefixIndex
+    from kvtransfer.jobs import PrefixHit
     from kvtransfer.kernels.errors import (
         CapacityError,
         ConfigError,
@@ -32,18 +40,24 @@ if TYPE_CHECKING:
     from kvtransfer.kernels.layout import Layout, Part
     from kvtransfer.kernels.spec import Component, KVSpec
     from kvtransfer.link import LinkProfile
+    from kvtransfer.mover import Mover
     from kvtransfer.plan import Plan
     from kvtransfer.pool import KVPool
     from kvtransfer.tiers.host import HostTier
+    from kvtransfer.verdict import Verdict
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CacheLoad",
+    "CacheStore",
     "CapacityError",
     "Component",
+    "Config",
     "ConfigError",
     "CudaError",
     "DeadlineExceeded",
+    "Directory",
     "FifoStream",
     "HostTier",
     "KVPool",
@@ -52,13 +66,19 @@ __all__ = [
     "Layout",
     "LayoutError",
     "LinkProfile",
+    "Mover",
     "Observer",
     "OwnershipError",
     "PageState",
     "Part",
     "Plan",
+    "PrefixHit",
+    "PrefixIndex",
     "RecordError",
+    "Scope",
     "TierError",
+    "TierPlan",
+    "TieredCache",
     "TransferCancelled",
     "TransferEngine",
     "TransferError",
@@ -68,13 +88,22 @@ __all__ = [
     "Verdict",
     "__version__",
     "layerwise",
+    "load_config",
 ]
 
 _MODULES = {
+    "kvtransfer.books": ("TierPlan",),
+    "kvtransfer.cache": ("TieredCache",),
+    "kvtransfer.cache_handles": ("CacheLoad", "CacheStore"),
+    "kvtransfer.commands": ("Scope",),
+    "kvtransfer.config": ("Config", "load_config"),
+    "kvtransfer.directory": ("Directory",),
     "kvtransfer.engine": ("TransferEngine",),
     "kvtransfer.fifo": ("FifoStream",),
-    "kvtransfer.handles": ("PageState", "TransferHandle", "TransferResult", "Verdict"),
+    "kvtransfer.handles": ("PageState", "TransferHandle", "TransferResult"),
     "kvtransfer.hooks": ("layerwise",),
+    "kvtransfer.index": ("PrefixIndex",),
+    "kvtransfer.jobs": ("PrefixHit",),
     "kvtransfer.kernels.errors": (
         "CapacityError",
         "ConfigError",
@@ -93,9 +122,11 @@ _MODULES = {
     "kvtransfer.kernels.layout": ("Layout", "Part"),
     "kvtransfer.kernels.spec": ("Component", "KVSpec"),
     "kvtransfer.link": ("LinkProfile",),
+    "kvtransfer.mover": ("Mover",),
     "kvtransfer.plan": ("Plan",),
     "kvtransfer.pool": ("KVPool",),
     "kvtransfer.tiers.host": ("HostTier",),
+    "kvtransfer.verdict": ("Verdict",),
 }
 
 

@@ -26,6 +26,9 @@ class Answers(Moves):
         if ack.first < 0 or ack.first + len(ack.statuses) > count:
             stop = ack.first + len(ack.statuses)
             raise TransferError(f"ack: expected positions in 0..{count - 1}, got {ack.first}..{stop - 1}")
+        told = {*ack.unverified, *(position for position, _ in ack.bad_layers)}
+        if not told <= set(range(ack.first, ack.first + len(ack.statuses))):
+            raise TransferError(f"ack: expected details of positions that have a status in it, got {sorted(told)[:8]}")
         unknown = sorted(set(ack.statuses) - set(STATUSES))
         if unknown:
             raise TransferError(f"ack: expected statuses of {sorted(STATUSES)}, got {unknown}")
@@ -41,8 +44,11 @@ class Answers(Moves):
         flight.answered[at] = True
         flight.ok[at] = statuses == OK
         job = flight.move.job if flight.move is not None else None
-        if job is not None and ack.detail and not job.detail:
-            job.detail = ack.detail
+        if job is not None:
+            job.detail = job.detail or ack.detail
+            new = set(at.tolist())
+            job.unverified += [int(flight.pages[n]) for n in ack.unverified if n in new]
+            job.bad_layers += [(int(flight.pages[n]), layer) for n, layer in ack.bad_layers if n in new]
         if at.size:
             if isinstance(flight.command, Evict):
                 self._evicted(flight, flight.pages[at], statuses)
@@ -84,6 +90,8 @@ class Answers(Moves):
             gone = (statuses == CORRUPT) | (statuses == MISS)
             if gone.any():
                 self._lost(node, source, pages[gone], flight.read[at][gone] if flight.read.size else None)
+            if flight.target is None and (statuses == CORRUPT).any():
+                self._distrust(node, pages[statuses == CORRUPT])
         for status in [] if ok.all() else np.unique(statuses[~ok]).tolist():
             self._settle(move, pages[statuses == status], status)
         if ok.any() and not self._goes_on(move):
@@ -101,6 +109,16 @@ class Answers(Moves):
         self._index.write(node, book.name, pages[there], np.full(int(there.sum()), ABSENT))
         book.give(codes[there])
         book.counters["lost"] += int(there.sum())
+
+    def _distrust(self, node: Node, pages: Ids) -> None:
+        """The host tier's bytes of these pages were wrong. What private tiers have of them came from there, or went
+        there: it goes too, lest the next load brings the same bytes again."""
+        for book in self._below:
+            if book.attached and book.plan.kind == "keys":
+                for one in self._index.path(node):
+                    some = pages[(pages >= one.start) & (pages < one.end)]
+                    if some.size:
+                        self._ask_to_remove(one, book, some[self._row(one, book)[some - one.start] >= 0])
 
     def _land(self, flight: Flight) -> None:
         """Every page is answered."""

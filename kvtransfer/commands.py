@@ -58,12 +58,14 @@ class Store(Message, frozen=True, tag="store"):
 
 
 class Load(Message, frozen=True, tag="load"):
-    """Copy slots of the host tier into pages of the device pool."""
+    """Copy slots of the host tier into pages of the device pool. ``load`` is the number of the load that this is a part
+    of (`Job.number`): who waits for its layers knows it by that."""
 
     tier: str
     slots: bytes
     pages: bytes
     layerwise: bool = False
+    load: int = 0
 
 
 class Promote(Message, frozen=True, tag="promote"):
@@ -116,11 +118,17 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Ack(Message, frozen=True, tag="ack"):
-    """Statuses of positions ``first``, ``first + 1`` ... of a command, a byte each (`CODES`)."""
+    """Statuses of positions ``first``, ``first + 1`` ... of a command, a byte each (`CODES`).
+
+    unverified  positions of a load that are OK, but were stored without digests: nobody could compare them
+    bad_layers  (position, layer) of digests of a load that differ
+    """
 
     first: int = 0
     statuses: bytes = b""
     detail: str = ""
+    unverified: tuple[int, ...] = ()
+    bad_layers: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(cls, command: Command, statuses: list[PageStatus] | PageStatus, first: int = 0, detail: str = "") -> Ack:

@@ -33,8 +33,9 @@ class TierOptions(Section, frozen=True, kw_only=True):
     kind: str
 
     def settings(self) -> dict[str, Any]:
-        """Arguments for the tier's constructor."""
-        raise NotImplementedError
+        """Arguments for the tier's constructor: every option by its own name. Kinds whose constructors take bytes, or
+        other names, say so."""
+        return self.named(*(name for name in self.__struct_fields__ if name != "kind"))
 
     def capacity_bytes(self) -> int | None:
         """What the tier may hold, in bytes; None where that is given otherwise or not at all."""
@@ -129,9 +130,6 @@ class RedisOptions(TierOptions, frozen=True, kw_only=True):
     timeout_s: Seconds = 2.0
     job_pages: Count = 128
 
-    def settings(self) -> dict[str, Any]:
-        return self.named("url", "prefix", "ttl_s", "connections", "timeout_s", "job_pages")
-
 
 class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
     """Mooncake Store."""
@@ -171,12 +169,6 @@ class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
     timeout_s: Seconds = 10.0
     retries: Annotated[int, Meta(ge=0, le=1000)] = 1
     workers: Count = 8
-
-    def settings(self) -> dict[str, Any]:
-        return {
-            **self.named("url", "prefix", "client_options", "timeout_s", "retries", "workers"),
-            "options": self.options,
-        }
 
 
 class MemoryOptions(TierOptions, frozen=True, kw_only=True):

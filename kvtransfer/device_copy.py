@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 
-from kvtransfer.handles import TransferHandle, Verdict
+from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.coalesce import Box, Side, coalesce
 from kvtransfer.kernels.launch import RELAYOUT_TILE_BYTES, RELAYOUT_WARPS
 from kvtransfer.lanes import CpuLanes, Event, RelayoutTask
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.pool import KVPool
 from kvtransfer.transfer import Ids, Transfer
+from kvtransfer.verdict import Verdict
 from kvtransfer.workshop import Workshop
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvtransfer.books import INDEX_KINDS, Book, TierFigures, TierPlan
 from kvtransfer.commands import Ack, Command, Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Hit, Job, Move, page_ids_of
+from kvtransfer.jobs import Job, Move, PrefixHit, page_ids_of
 from kvtransfer.keeping import Keeping
 from kvtransfer.kernels.errors import ConfigError, LayoutError, OwnershipError
 from kvtransfer.moves import CANCELLED, ERROR
@@ -56,6 +56,7 @@ class Directory(Keeping):
         evict_extra: share of a tier made free beyond what is needed, so that eviction runs less often.
         ghost_pages: pages known only so that their hits are counted (selective writing); None: as many as the host
             tier has.
+        watermarks: high and low. When the host tier is fuller than the high share, `tick` frees it down to the low one.
         clock: seconds.
         algorithm: of page keys.
     """
@@ -70,6 +71,7 @@ class Directory(Keeping):
         window: int = 4,
         evict_extra: float = 0.0,
         ghost_pages: int | None = None,
+        watermarks: tuple[float, float] = (1.0, 1.0),
         clock: Callable[[], float] = time.monotonic,
         algorithm: Algorithm = "sha256",
     ) -> None:
@@ -84,9 +86,10 @@ class Directory(Keeping):
             raise ConfigError(f"tiers: expected device, slots, then the tiers by key, got {', '.join(kinds)}")
         if any(name == DEVICE and kind != "device" for name, kind in zip(names, kinds, strict=True)):
             raise ConfigError(f"tiers: {DEVICE!r} names the engine's pool, got a tier of another kind with this name")
-        if window < 1 or not 0 <= evict_extra < 1:
+        if window < 1 or not 0 <= evict_extra < 1 or not 0 <= watermarks[1] <= watermarks[0]:
             raise ConfigError(
-                f"expected a window of at least 1 and evict_extra in 0..1, got {window} and {evict_extra}"
+                "expected a window of at least 1, evict_extra in 0..1, and a high watermark above the low one, "
+                f"got {window}, {evict_extra} and {watermarks}"
             )
         index = PrefixIndex(
             page_size, {plan.name: INDEX_KINDS[plan.kind] for plan in tiers}, clock=clock, algorithm=algorithm
@@ -94,7 +97,7 @@ class Directory(Keeping):
         books = {plan.name: Book(plan, index) for plan in tiers}
         host = next(book for book in books.values() if book.is_slots)
         ghosts = (host.capacity or 0) if ghost_pages is None else ghost_pages
-        super().__init__(index, books, host, window, evict_extra, prefetch or Prefetch(), prune, ghosts)
+        super().__init__(index, books, host, window, evict_extra, prefetch or Prefetch(), prune, ghosts, watermarks)
         self._asked_tokens = self._hit_tokens = self._matches = 0
         self._hit_pages: dict[str, int] = {}
 
@@ -105,7 +108,7 @@ class Directory(Keeping):
 
     # --- requests
 
-    def match(self, tokens: Tokens, scope: Scope | None = None, *, device_pages: int = 0) -> Hit:
+    def match(self, tokens: Tokens, scope: Scope | None = None, *, device_pages: int = 0) -> PrefixHit:
         """The longest prefix of ``tokens`` that is there, in whole pages, held until it is released.
 
         ``device_pages``: leading pages that the caller has on the device already. Behind them come the pages of the
@@ -130,7 +133,7 @@ class Directory(Keeping):
 
     def load(
         self,
-        hit: Hit,
+        hit: PrefixHit,
         page_ids: NDArray[np.int64] | Sequence[int],
         *,
         layerwise: bool = False,
@@ -150,7 +153,7 @@ class Directory(Keeping):
                 raise LayoutError(f"load: expected {hit.device_pages}..{hit.pages} pages, got {stop}")
             ids = page_ids_of(page_ids, stop - hit.device_pages, "load")
             job = Job("load", hit.device_pages, ids.size)
-            job.ids = ids
+            job.ids, job.number = ids, self._new_id()
             if not ids.size:
                 self._ended.append(job)
                 return job
@@ -190,6 +193,7 @@ class Directory(Keeping):
             raise LayoutError(f"store: expected first of at least 0, got {first}")
         with self._working():
             job = Job("store", first, ids.size)
+            job.ids = ids
             if not ids.size:
                 self._ended.append(job)
                 return job
@@ -209,9 +213,12 @@ class Directory(Keeping):
                 self._remember(found.node)
             return job
 
-    def prefetch(self, tokens: Tokens, scope: Scope | None = None, *, request: Hashable | None = None) -> PrefetchJob:
-        """Begin to bring what lower tiers have of ``tokens`` to the host tier, if it is enough to be worth it. Ask
-        `admit` before the request runs, or `stop` it. For one ``request`` there is one: asked again, it is returned."""
+    def prefetch(
+        self, tokens: Tokens, scope: Scope | None = None, *, request: Hashable | None = None, always: bool = False
+    ) -> PrefetchJob:
+        """Begin to bring what lower tiers have of ``tokens`` to the host tier, if it is enough to be worth it (or
+        ``always``). Ask `admit` before the request runs, or `stop` it. For one ``request`` there is one: asked again,
+        it is returned."""
         scope = scope or Scope()
         with self._working():
             if request is not None and request in self._requests:
@@ -222,6 +229,7 @@ class Directory(Keeping):
             hit = self._hit(scope, found, 0)
             first = next((s.first for s in hit.segments if s.tier != self._host.name), hit.pages)
             job = PrefetchJob(scope, ids.copy(), first, ids.size // size - first, self._index.clock())
+            job.always = always
             job.limit_s = self._policy.limit_s(job.codes.size * size)
             if not job.codes.size:
                 self._ended.append(job)
@@ -245,7 +253,22 @@ class Directory(Keeping):
         with self._working():
             self._stop(job)
 
+    def cancel(self, job: Job) -> None:
+        """Begin nothing more of a job, and ask what is under way to stop. Device pages under a command are the job's
+        until that is answered; a load is through with pages that are only on their way to the host tier."""
+        if isinstance(job, PrefetchJob):
+            self.stop(job)
+            return
+        with self._working():
+            self._cancel(job)
+
     # --- the other half
+
+    @property
+    def idle(self) -> bool:
+        """Whether no answer is due, and nothing waits for one."""
+        with self._index.mutex:
+            return not (self._flights or self._lookups or self._waiting or self._outbox)
 
     def commands(self) -> list[Command]:
         """Take what is to be done now, in an order that may be kept or not. Each is given out once."""
@@ -299,14 +322,14 @@ class Directory(Keeping):
                 late_answers=self.late_answers,
             )
 
-    def _hit(self, scope: Scope, found: Match, device_pages: int) -> Hit:
+    def _hit(self, scope: Scope, found: Match, device_pages: int) -> PrefixHit:
         pages, device, segments, hinted = self._where(found, device_pages)
         node = found.node
         while node.parent is not None and node.start >= pages:
             node = node.parent
-        return Hit(self, scope, node, pages, device, segments, hinted)
+        return PrefixHit(self, scope, node, pages, device, segments, hinted)
 
-    def _release(self, hit: Hit) -> None:
+    def _release(self, hit: PrefixHit) -> None:
         with self._working():
             if hit.held:
                 hit.held = False

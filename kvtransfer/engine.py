@@ -24,7 +24,7 @@ import torch
 from kvtransfer.device_copy import DeviceCopy, device_plan
 from kvtransfer.dma import CopyEngine
 from kvtransfer.fifo import Delays, FifoStream
-from kvtransfer.handles import TransferHandle, Verdict
+from kvtransfer.handles import TransferHandle
 from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
@@ -42,6 +42,7 @@ from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.ledger import PageLedger, claim_all
 from kvtransfer.trace import NvtxObserver, nvtx_wanted, timeline_wanted
 from kvtransfer.transfer import Ids, Transfer
+from kvtransfer.verdict import Verdict
 from kvtransfer.workshop import FlagSets, Workshop
 
 if TYPE_CHECKING:

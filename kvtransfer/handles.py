@@ -28,6 +28,7 @@ from kvtransfer.kernels.events import Observer, Span
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.pool import KVPool, Stream, is_capturing
+from kvtransfer.verdict import Verdict
 
 if TYPE_CHECKING:
     from kvtransfer.dma import Copier
@@ -40,25 +41,6 @@ class PageState(IntEnum):
     UNTOUCHED = 0  # nothing was written at the destination
     DONE = 1  # every byte is there
     INVALID = 2  # some bytes were or may have been written, or they do not verify
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The digests of what a load delivered against those of what was stored. Positions count the call's ids.
-
-    bad_layers        (position, layer) of every digest that differs
-    unverified_pages  positions of pages stored without digests: nothing is known of them
-    """
-
-    ok: bool
-    bad_pages: tuple[int, ...] = ()
-    bad_layers: tuple[tuple[int, int], ...] = ()
-    unverified_pages: tuple[int, ...] = ()
-
-    @property
-    def verified(self) -> bool:
-        """Whether every page was compared and found good; ``ok`` alone also holds where nothing could be compared."""
-        return self.ok and not self.unverified_pages
 
 
 @dataclass(frozen=True)

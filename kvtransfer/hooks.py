@@ -15,14 +15,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.errors import LayoutError, TransferError
+from kvtransfer.kernels.events import Observer
 
 _ATTRIBUTE = "_kvtransfer_gate"
+
+
+class Layered(Protocol):
+    """A load that can be waited for layer by layer: a `TransferHandle`, or that of a cache."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def observer(self) -> Observer: ...
+
+    def wait_layer(self, layer: int) -> None: ...
+
+    def computing(self, layer: int) -> AbstractContextManager[None]: ...
 
 
 class LayerGate:
@@ -75,7 +90,7 @@ def prepare(layers: Iterable[torch.nn.Module]) -> Callable[[], None]:
 @contextmanager
 def layerwise(
     layers: Iterable[torch.nn.Module],
-    load: TransferHandle | None = None,
+    load: Layered | None = None,
     store: TransferHandle | None = None,
     *,
     first_layer: int = 0,
@@ -85,7 +100,7 @@ def layerwise(
     """While open, forwards through ``layers`` wait for ``load`` and feed ``store``, layer by layer.
 
     layers       module i is layer ``first_layer + i`` of the transfers (pipeline stages start further on)
-    load         handle of ``engine.load(..., layerwise=True)`` (any load works; this one overlaps)
+    load         handle of ``engine.load(..., layerwise=True)``, or of a cache's (any load works; these overlap)
     store        handle of ``engine.store(..., layerwise=True)``; each layer leaves after its first forward
     partial      allow modules that do not reach to the transfers' last layer; the rest is then yours to wait for
     require_all  leaving without an error raises TransferError unless every module's hook ran at least once
@@ -116,7 +131,7 @@ def layerwise(
         raise TransferError("layerwise: a block is open over these layers already; close it first")
     ran = [False] * len(modules)
     written = [False] * len(modules)
-    told = load if load is not None else store  # whose observer hears of the layers' own work
+    told: Layered | None = load if load is not None else store  # whose observer hears of the layers' own work
     computing: list[tuple[int, AbstractContextManager[None]]] = []
 
     def waiter(i: int) -> Callable[[], None]:

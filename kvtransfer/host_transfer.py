@@ -10,7 +10,7 @@ import torch
 
 from kvtransfer.descriptors import descriptors
 from kvtransfer.dma import merge_runs
-from kvtransfer.handles import LayerFlags, PageState, TransferHandle, Verdict
+from kvtransfer.handles import LayerFlags, PageState, TransferHandle
 from kvtransfer.kernels import check, mapped
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
@@ -22,6 +22,7 @@ from kvtransfer.scripted import Handed, give_desk, hand_over, take_back, templat
 from kvtransfer.templates import Desk
 from kvtransfer.tiers.record import NOTHING_STORED
 from kvtransfer.transfer import Ids, Transfer
+from kvtransfer.verdict import Verdict
 from kvtransfer.workshop import Workshop
 
 

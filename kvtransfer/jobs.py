@@ -29,7 +29,7 @@ class Segment(NamedTuple):
     stop: int
 
 
-class Hit:
+class PrefixHit:
     """A prefix that is there, one contiguous run of pages from the first on: nothing of it goes until `release`.
 
     Release it once its loads have been submitted (they hold what they read): a hit that is kept while a request runs
@@ -78,7 +78,7 @@ class Hit:
         """Hold it no more. Does nothing the second time."""
         self._directory._release(self)
 
-    def __enter__(self) -> Hit:
+    def __enter__(self) -> PrefixHit:
         return self
 
     def __exit__(
@@ -88,7 +88,12 @@ class Hit:
 
 
 class Job:
-    """A store, a load or a prefetch under way: a status for each of its pages ``first``, ``first + 1`` ..."""
+    """A store, a load or a prefetch under way: a status for each of its pages ``first``, ``first + 1`` ...
+
+    number      of a load: its commands have it (`Load.load`)
+    ids         of a load or a store: the device pages
+    unverified  of a load: pages that are OK, but have no digests to compare; bad_layers: (page, layer) that differ
+    """
 
     def __init__(self, kind: Literal["store", "load", "prefetch"], first: int, pages: int) -> None:
         self.kind = kind
@@ -96,7 +101,10 @@ class Job:
         self.codes: NDArray[np.uint8] = np.full(pages, WAITING, dtype=np.uint8)
         self.detail = ""  # the first cause that an answer gave
         self.done = False
-        self.ids: Ids | None = None  # of a load: the device pages
+        self.number = 0
+        self.ids: Ids | None = None
+        self.unverified: list[int] = []
+        self.bad_layers: list[tuple[int, int]] = []
         self.node: Node | None = None  # locked for it
         self._unknown = pages
         self._callbacks: list[Callable[[Job], object]] = []

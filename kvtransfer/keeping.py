@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from kvtransfer.books import INDEX_KINDS, Book, TierPlan
 from kvtransfer.commands import Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Segment, page_ids_of
+from kvtransfer.jobs import Move, Segment, page_ids_of
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.moves import CANCELLED
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import Prefetching
 from kvtransfer.radix import Match
@@ -33,10 +34,12 @@ class Keeping(Prefetching):
         policy: Prefetch,
         prune: Prune | None,
         ghost_pages: int,
+        watermarks: tuple[float, float],
     ) -> None:
         super().__init__(index, books, host, window, evict_extra, policy)
         self._device = next((book for book in books.values() if book.plan.kind == "device"), None)
         self._prune, self._pruned_at = prune, float("-inf")
+        self._high, self._low = watermarks
         self._ghosts: dict[Node, int] = {}  # the oldest first, with their pages
         self._ghost_room = ghost_pages
         self._pinned: list[tuple[float, Node]] = []
@@ -95,13 +98,13 @@ class Keeping(Prefetching):
             if not book.by_key:
                 raise ConfigError(f"detach: expected a tier by key, got {tier}")
             book.attached = False
-            for node in [*self._index.nodes()]:
-                pages = np.flatnonzero(self._row(node, book) >= 0) + node.start
-                if pages.size:
-                    self._index.write(node, tier, pages, np.full(pages.size, ABSENT))
-                    book.give(np.zeros(pages.size, dtype=np.int64))
-            for node in [node for node in self._index.nodes() if not node.children]:
-                self._index.tidy(node)
+            self._forget(book)
+
+    def forget(self, tier: str) -> None:
+        """The tier has lost what it held: none of it is there from now on, not even for hits that are held (a load of
+        them is short). What is under way there goes on: call `lost` first if nobody will answer."""
+        with self._working():
+            self._forget(self._book(tier))
 
     def resize(self, tier: str, capacity_pages: int) -> None:
         """Another capacity: a slots tier grows up to its `TierPlan.most_pages`, a tier by key takes any number and
@@ -117,6 +120,46 @@ class Keeping(Prefetching):
             book.capacity = capacity_pages
             self._make_room(book, 0)
 
+    def capacity(self, tier: str) -> int | None:
+        """Pages that a tier may have now; None: no limit that is known here."""
+        with self._index.mutex:
+            return self._book(tier).capacity
+
+    def require_fits(self, host: str, host_most_pages: int, lower: Collection[str]) -> None:
+        """Raise ConfigError unless this directory has just these tiers, beside a device tier: a host tier of this name
+        with at most so many slots, and these below."""
+        names = {book.name for book in self._below if book.attached}
+        most = self._host.extents.count
+        if self._host.name != host or most > host_most_pages or names != set(lower):
+            raise ConfigError(
+                f"expected a directory with a slots tier {host!r} of at most {host_most_pages} pages, above "
+                f"{sorted(lower)}, as the mover has; got {self._host.name!r} of {most}, above {sorted(names)}"
+            )
+
+    def write_out(self) -> None:
+        """Begin to write what write-back tiers lack of the host tier, which keeps it."""
+        with self._working():
+            for book in [book for book in self._below if book.attached and book.write.on_evict]:
+                for node, pages in self._bare_pages([book]):
+                    scope = Scope.parse(self._index.namespace(node))
+                    self._begin(Move(node, scope, pages, self._host.name, book.name))
+
+    def unsaved_pages(self) -> int:
+        """Pages that the host tier alone has, where there are tiers below; 0 where there are none."""
+        with self._working():
+            below = [book for book in self._below if book.attached]
+            return sum(pages.size for _, pages in self._bare_pages(below)) if below else 0
+
+    def close(self) -> None:
+        """Let go of what is pinned, and of what waits for room. What is under way is still answered."""
+        with self._working():
+            pinned, self._pinned = self._pinned, []
+            for _, node in pinned:
+                self._index.unlock(node)
+                self._index.tidy(node)
+            for move in [*self._waiting]:
+                self._settle(move, move.pages, CANCELLED)
+
     # --- keeping and forgetting
 
     def pin(self, tokens: Tokens, scope: Scope | None = None, *, ttl_s: float) -> int:
@@ -130,7 +173,7 @@ class Keeping(Prefetching):
             return pages
 
     def tick(self) -> None:
-        """Call it now and then: pins end, cold branches are pruned."""
+        """Call it now and then: pins end, cold branches are pruned, a host tier above its watermark is cleared."""
         with self._working():
             now = self._index.clock()
             ended = [node for until, node in self._pinned if until <= now]
@@ -139,6 +182,8 @@ class Keeping(Prefetching):
                 self._index.unlock(node)
                 self._index.tidy(node)
             prune, host = self._prune, self._host
+            if host.used - host.leaving > self._high * (host.capacity or 0):
+                self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))
             if prune is not None and now - self._pruned_at >= prune.every_s:
                 self._pruned_at = now
                 tails = host.victims.candidates()
@@ -149,6 +194,27 @@ class Keeping(Prefetching):
                         self._give_up(tail, host, np.flatnonzero(self._row(tail, host) >= 0))
                         if parent is not None and host.victims.is_candidate(parent):
                             tails.append(parent)
+
+    def _bare_pages(self, below: Sequence[Book]) -> list[tuple[Node, Ids]]:
+        """Nodes and pages that the host tier has, and none of these, nor are they on their way there."""
+        found = []
+        for node in self._index.nodes():
+            bare = self._row(node, self._host) >= 0
+            for book in below:
+                bare &= self._row(node, book) == ABSENT
+            if bare.any():
+                found.append((node, np.flatnonzero(bare) + node.start))
+        return found
+
+    def _forget(self, book: Book) -> None:
+        for node in [*self._index.nodes()]:
+            codes = self._row(node, book)
+            local = np.flatnonzero(codes >= 0)
+            if local.size:
+                self._index.write(node, book.name, local + node.start, np.full(local.size, ABSENT))
+                book.give(codes[local] if book.is_slots else np.zeros(local.size, dtype=np.int64))
+        for node in [node for node in self._index.nodes() if not node.children]:
+            self._index.tidy(node)
 
     def _book(self, tier: str) -> Book:
         if tier not in self._books:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import Book
-from kvtransfer.commands import CODES, OK, Command, Demote, Load, Promote, Store, packed
+from kvtransfer.commands import CODES, OK, WAITING, Cancel, Command, Demote, Load, Promote, Store, packed
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Flight, Job, Move
 from kvtransfer.radix import Match
@@ -31,7 +31,8 @@ NO_ROOM, ERROR, CANCELLED = CODES[PageStatus.NO_ROOM], CODES[PageStatus.ERROR], 
 
 class Moves(Room):
     """The part of a `Directory` that has pages moved. ``window``: commands that one move may have under way to or from
-    a tier that is addressed by key."""
+    a tier that is addressed by key. ``on_commands``, if set, is called after a verb, without the directory's locks,
+    while there are commands to be taken."""
 
     def __init__(self, index: PrefixIndex, books: dict[str, Book], host: Book, window: int, evict_extra: float) -> None:
         super().__init__(index, books, evict_extra)
@@ -40,12 +41,14 @@ class Moves(Room):
         self._waiting: list[Move] = []  # with pages that are not under way
         self._ended: list[Job] = []
         self._depth = 0
+        self.on_commands: Callable[[], object] | None = None
 
     @contextmanager
     def _working(self) -> Iterator[None]:
         """Around every verb: under the mutex; before it ends, waiting moves go on as far as they can; after it, without
         the mutex, callbacks of jobs that ended run."""
         calls: list[tuple[Callable[[Job], object], Job]] = []
+        tell: Callable[[], object] | None = None
         with self._index.mutex:
             self._depth += 1
             try:
@@ -57,6 +60,9 @@ class Moves(Room):
                 if not self._depth:
                     ended, self._ended = self._ended, []
                     calls = [(call, job) for job in ended for call in job._finish()]
+                    tell = self.on_commands if self._outbox else None
+        if tell is not None:
+            tell()
         for call, job in calls:
             call(job)
 
@@ -150,7 +156,12 @@ class Moves(Room):
         if target is None:
             assert source is not None
             command = Load(
-                id=number, tier=source.name, slots=packed(read), pages=packed(device), layerwise=move.layerwise
+                id=number,
+                tier=source.name,
+                slots=packed(read),
+                pages=packed(device),
+                layerwise=move.layerwise,
+                load=0 if move.job is None else move.job.number,
             )
         elif target.is_slots and (source is None or not source.by_key):
             command = Store(id=number, pages=packed(device), tier=target.name, slots=packed(slots))
@@ -225,6 +236,20 @@ class Moves(Room):
         if node is not None:
             self._index.unlock(node)
             self._index.tidy(node)
+
+    def _cancel(self, job: Job) -> None:
+        """Begin nothing more of the job, and ask what is under way to stop. A load does not wait for what is on its way
+        to the host tier: that touches none of its device pages."""
+        flights = [f for f in self._flights.values() if f.move is not None and f.move.job is job]
+        for flight in flights:
+            self._outbox.append(Cancel(id=self._new_id(), command=flight.command.id))
+        for move in [move for move in self._waiting if move.job is job]:
+            self._settle(move, move.pages, CANCELLED)
+        unowned = job.codes == WAITING
+        for flight in flights:
+            if job.kind != "load" or flight.target is None:
+                unowned[flight.pages - job.first] = False
+        self._tell(job, np.flatnonzero(unowned) + job.first, CANCELLED)
 
     def _cut(self, job: Job, page: int) -> None:
         """Nothing behind ``page`` is of use to the job: what is not under way stays where it is."""

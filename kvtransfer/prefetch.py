@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.answers import Answers
 from kvtransfer.books import Book
-from kvtransfer.commands import OK, WAITING, Ack, Cancel, Lookup, Scope
+from kvtransfer.commands import OK, WAITING, Ack, Lookup, Scope
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Job, Move
 from kvtransfer.moves import CANCELLED, MISS
@@ -34,6 +34,7 @@ class PrefetchJob(Job):
         self.tokens = tokens
         self.started_s = started_s
         self.limit_s = 0.0
+        self.always = False  # however little it is
         self.stopped = False
         self.request: Hashable | None = None
         self.known = 0  # pages from the root on that need not be looked up
@@ -66,7 +67,7 @@ class Prefetching(Answers):
         job.known = held
         asked = [book for book in self._below if book.ask and book.attached]
         possible = total if asked else held
-        if not self._policy.is_worth((possible - job.first) * index.page_size):
+        if not self._is_worth(job, possible):
             self._tell(job, np.arange(job.first, total), CANCELLED)
             return
         if held == total or not asked:
@@ -105,11 +106,16 @@ class Prefetching(Answers):
         known, total = job.known, job.first + job.codes.size
         stop = total if some.all() else known + int(np.argmin(some))
         self._tell(job, np.arange(stop, total), MISS)
-        if stop > known and self._policy.is_worth((stop - job.first) * self._index.page_size):
+        if stop > known and self._is_worth(job, stop):
             self._adopt(job, known, stop)
             self._fetch(job, known, stop)
         else:
             self._tell(job, np.arange(known, stop), CANCELLED)
+
+    def _is_worth(self, job: PrefetchJob, stop: int) -> bool:
+        """Whether pages up to ``stop`` are fetched."""
+        pages = stop - job.first
+        return pages > 0 and (job.always or self._policy.is_worth(pages * self._index.page_size))
 
     def _adopt(self, job: PrefetchJob, known: int, stop: int) -> None:
         """Write down what lookups found."""
@@ -151,15 +157,7 @@ class Prefetching(Answers):
         if job.stopped:
             return
         job.stopped = True
-        flights = [f for f in self._flights.values() if f.move is not None and f.move.job is job]
-        for flight in flights:
-            self._outbox.append(Cancel(id=self._new_id(), command=flight.command.id))
-        open_pages = job.codes == WAITING
-        for flight in flights:
-            open_pages[flight.pages - job.first] = False
-        for move in [move for move in self._waiting if move.job is job]:
-            self._settle(move, move.pages, CANCELLED)
-        self._tell(job, np.flatnonzero(open_pages) + job.first, CANCELLED)
+        self._cancel(job)
         self._let_go(job)
         if job.request is not None and self._requests.get(job.request) is job:
             del self._requests[job.request]

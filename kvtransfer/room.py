@@ -121,6 +121,12 @@ class Room(ABC):
                 return freed
         if not book.by_key:
             return self._drop(node, book, pages, "evicted")
+        self._ask_to_remove(node, book, pages)
+        return local[:0]
+
+    def _ask_to_remove(self, node: Node, book: Book, pages: Ids) -> None:
+        """Tell a tier by key to remove pages of a node; they count until it has said so."""
+        scope = Scope.parse(self._index.namespace(node))
         for at in range(0, pages.size, BATCH_PAGES):
             some = pages[at : at + BATCH_PAGES]
             book.leaving += some.size
@@ -129,7 +135,6 @@ class Room(ABC):
             self._index.write(node, book.name, some, pending(zeros))
             command = Evict(id=self._new_id(), tier=book.name, scope=scope, keys=keys)
             self._give_out(Flight(command, node, some, zeros, zeros[:0], None, book.name, None))
-        return local[:0]
 
     def _writes(self, upper: Book, lower: Book) -> bool:
         """Whether pages go from the one to the other."""

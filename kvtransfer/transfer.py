@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtransfer.handles import PageState, TransferHandle, Verdict
+from kvtransfer.handles import PageState, TransferHandle
 from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box
 from kvtransfer.kernels.errors import KVTransferError, LayoutError, TransferError
@@ -26,6 +26,7 @@ from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask, as_transfer_error
 from kvtransfer.plan import Chunk, Plan
 from kvtransfer.tiers.ledger import PageLedger
+from kvtransfer.verdict import Verdict
 from kvtransfer.workshop import Workshop
 
 Ids = NDArray[np.int64]

@@ -781,7 +781,7 @@ def test_neither_torch_nor_a_gpu_is_needed() -> None:
 
 
 def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [block] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8"), re.S)
+    _, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8"), re.S)
     exec(block, {})
     assert capsys.readouterr().out == "496 tokens: {'host': 496}\n"
 

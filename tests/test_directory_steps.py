@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtransfer.books import TierPlan
 from kvtransfer.commands import Scope
 from kvtransfer.directory import Directory
-from kvtransfer.jobs import Hit, Job
+from kvtransfer.jobs import Job, PrefixHit
 from kvtransfer.policy import EVICTION, WRITING, Prefetch, Prune
 from kvtransfer.tiers.base import PageStatus
 
@@ -62,7 +62,7 @@ class DirectorySteps(RuleBasedStateMachine):
             clock=lambda: self.now,
         )
         self.memory = Memory(self.page_size)
-        self.hits: list[tuple[Hit, list[int]]] = []
+        self.hits: list[tuple[PrefixHit, list[int]]] = []
         self.jobs: list[Job] = []
         self.loads: list[tuple[Job, list[int], list[int], Scope]] = []
         self.fetches: list[Any] = []

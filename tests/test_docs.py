@@ -102,3 +102,9 @@ def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
             assert isinstance(kind, ast.Constant) and isinstance(kind.value, str)
             known = inspect.signature(tier_factory(kind.value)).parameters
             assert {keyword.arg for keyword in call.value.keywords} <= set(known)
+
+
+def test_cache_page(capsys: Any) -> None:
+    use, _ = python_blocks("docs/index_and_cache.md")  # the other one is in test_directory.py
+    exec(use.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
+    assert "992 tokens: {'host': 992}" in capsys.readouterr().out

@@ -8,12 +8,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
-from kvtransfer.tiers.batch import Batch
+
+class Expiring(Protocol):
+    """What has a deadline (of `time.monotonic`), and is told once that has passed."""
+
+    deadline: float | None
+
+    def expire(self) -> None:
+        """The time may be up."""
 
 
 class Deadlines:
-    """Calls `Batch.expire` of each batch that it watches, once its deadline has passed. Thread-safe.
+    """Calls `expire` of each batch (or the like) that it watches, once its deadline has passed. Thread-safe.
 
     The thread starts with the first deadline. ``entered`` is called on it first. Batches that end before are
     not kept alive.
@@ -23,12 +31,12 @@ class Deadlines:
         self._name = name
         self._entered = entered
         self._changed = threading.Condition()
-        self._heap: list[tuple[float, int, weakref.ref[Batch]]] = []
+        self._heap: list[tuple[float, int, weakref.ref[Expiring]]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def watch(self, batch: Batch) -> None:
+    def watch(self, batch: Expiring) -> None:
         """Watch ``batch``, which has a deadline."""
         assert batch.deadline is not None
         with self._changed:
@@ -55,7 +63,7 @@ class Deadlines:
         while (batch := self._next()) is not None:
             batch.expire()
 
-    def _next(self) -> Batch | None:
+    def _next(self) -> Expiring | None:
         """The next batch that is due, once it is; None at the end."""
         with self._changed:
             while not self._closed:

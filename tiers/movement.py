@@ -43,6 +43,8 @@ class Movement:
         in_flight: most batches with the tier at a time, of all moves together. ``batch_pages * in_flight`` pages bound
             what is taken for pages under way.
         register: tell the tier of the slab's memory now, and that it goes at `close`; False: it knows it.
+        claims: put the slots of a batch under it in ``host.ledger``. False: the caller keeps books of its own, so that
+            nobody writes a slot that a move reads, nor touches one that a move fills; reading it at once is legal.
 
     Raises ConfigError on settings out of range.
     """
@@ -55,6 +57,7 @@ class Movement:
         batch_pages: int = MOST_PAGES,
         in_flight: int = 4,
         register: bool = True,
+        claims: bool = True,
         observer: Observer = NO_OBSERVER,
     ) -> None:
         if not 1 <= batch_pages <= MOST_PAGES or in_flight < 1:
@@ -62,7 +65,7 @@ class Movement:
                 f"movement: expected 1 to {MOST_PAGES} pages a batch and 1 or more in flight, "
                 f"got {batch_pages} and {in_flight}"
             )
-        self.host, self.tier = host, tier
+        self.host, self.tier, self.claims = host, tier, claims
         self.book = BatchBook(f"{host.name}<->{tier.name}", observer)
         self._batch_pages, self._most = batch_pages, in_flight
         self._lock = threading.Lock()
@@ -128,7 +131,7 @@ class Movement:
         given = ids[ids >= 0]
         if given.size:
             self.host.require_given_out(given)
-            busy = given[self.host.ledger.busy(given)]
+            busy = given[self.host.ledger.busy(given)] if self.claims else given[:0]
             if busy.size:
                 raise OwnershipError(
                     f"{verb}: expected slots that nothing else moves, got {busy[:8].tolist()}; "
@@ -205,7 +208,7 @@ class _Part:
             self._allocate()
         slots = self.move.slots[self.places]
         if slots.size:
-            if self.host.ledger.claim(slots, self):
+            if self.movement.claims and self.host.ledger.claim(slots, self):
                 raise OwnershipError("expected slots that nothing else moves, got some that a transfer has claimed")
             self._ours = True
         if not self.places:

@@ -1,0 +1,392 @@
+"""Mover: carries out a directory's commands where the memory is, and answers them page by page.
+
+Pages go between the device and the host tier by the engine, between the host tier and lower ones in batches
+(lower_tier.py). Whatever fails becomes a status. It knows no tokens and decides nothing: see `Directory`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+from kvtransfer.commands import CODES, OK, Ack, Cancel, Command, Load, Store, ids, positions
+from kvtransfer.engine import TransferEngine
+from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TransferCancelled, TransferError
+from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.layer_loads import LayerLoad, LayerLoads
+from kvtransfer.lower_tier import KeyCommand, LowerTier
+from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
+from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
+from kvtransfer.tiers.deadlines import Deadlines
+from kvtransfer.tiers.keys import Shard
+
+MISS, CORRUPT, ERROR = CODES[PageStatus.MISS], CODES[PageStatus.CORRUPT], CODES[PageStatus.ERROR]
+CANCELLED = CODES[PageStatus.CANCELLED]
+_EARLY = 4096  # cancels that came before their commands, remembered
+GRACE_S = 2.0  # beyond a tier's own deadline, before it is asked to stop
+
+
+class _Stoppable(Protocol):
+    def cancel(self) -> bool: ...
+
+
+@dataclass(eq=False)
+class _Under:
+    """A command being carried out. ``handle`` is None until it has begun."""
+
+    command: Command
+    deadline: float | None = None
+    handle: _Stoppable | None = None
+    cancelled: bool = False
+    answered: bool = False
+    late: Callable[[_Under], object] = field(default=lambda under: None)
+
+    def expire(self) -> None:
+        """See `Deadlines`."""
+        self.late(self)
+
+
+class Mover:
+    """Moves pages for one `Directory`. Thread-safe.
+
+    Args:
+        engine: between the device pool and the host tier, whose slots the directory alone gives out.
+        tiers: by the names that the directory has for them. They stay their owner's.
+        host_name: what the directory calls the host tier.
+        shard: which part of a page is held here; None: all of the pool's layers and heads.
+        deadline_s: of a command to or from a lower tier; those of the engine have its own. A page whose buffers a tier
+            does not let go of has no status until it does.
+        in_flight, batch_pages: batches with each lower tier at a time, and the most pages of one.
+        make_tier: makes a tier from its name and options, for `attach` (`kvtransfer.tier_build.TierMaker`).
+        observer: told what the movements tell.
+
+    Streams: a store or a load is fenced against all streams of the pool as they stand when `submit` is called; commands
+    that wait for room come later, and are fenced then. Give `answer` before the first command.
+    """
+
+    def __init__(
+        self,
+        engine: TransferEngine,
+        tiers: Mapping[str, Tier] | None = None,
+        *,
+        host_name: str = "host",
+        shard: Shard | None = None,
+        deadline_s: float = 30.0,
+        in_flight: int = 4,
+        batch_pages: int = 128,
+        make_tier: Callable[[str, Any], Tier] | None = None,
+        observer: Observer = NO_OBSERVER,
+    ) -> None:
+        if not 0 < deadline_s <= 1e6:
+            raise ConfigError(f"mover: deadline_s: expected seconds above 0, got {deadline_s}")
+        self.engine, self.host, self.host_name = engine, engine.host, host_name
+        self.shard = Shard.whole(engine.pool.spec) if shard is None else shard
+        self.answer: Callable[[Ack], object] | None = None
+        self._deadline_s, self._observer, self._make_tier = deadline_s, observer, make_tier
+        self._in_flight, self._batch_pages = in_flight, batch_pages
+        self._changed = threading.Condition()
+        self._under: dict[int, _Under] = {}
+        self._early: OrderedDict[int, None] = OrderedDict()
+        self._lower: dict[str, LowerTier] = {}
+        self._closing = False
+        self._loads = LayerLoads()
+        self._deadlines = Deadlines("mover", lambda: None)
+        # One thread begins what reads a lot of memory first, one tells: neither is an engine's or a tier's.
+        self._beginning = ThreadPoolExecutor(1, "kvtransfer-begins")
+        self._telling = ThreadPoolExecutor(1, "kvtransfer-tells")
+        self._teller: int | None = None
+        for name, tier in (tiers or {}).items():
+            self.attach(name, tier)
+
+    # --- commands
+
+    def submit(self, commands: Iterable[Command]) -> None:
+        """Carry out ``commands``, in any order. Returns once those to and from the device are fenced and begun. Never
+        raises for what becomes of them: that is in their answers, which come on a thread of the mover's."""
+        for command in commands:
+            if isinstance(command, Cancel):
+                self._cancel(command.command)
+                continue
+            under = _Under(command)
+            with self._changed:
+                if self._closing:
+                    refused = "the mover is closed"
+                elif command.id in self._early:
+                    refused, under.cancelled = "cancelled", True
+                    del self._early[command.id]
+                else:
+                    refused = ""
+                    self._under[command.id] = under
+            if refused:
+                self._tell(under, bytes([CANCELLED if under.cancelled else ERROR]) * positions(command), refused)
+            elif isinstance(command, Store | Load):
+                self._transfer(under, command)
+            else:
+                self._beginning.submit(call_subscriber, partial(self._begin, under, command))
+
+    def load(self, number: int) -> LayerLoad:
+        """The parts of a load (`Load.load`) that have been submitted, to wait for its layers: for whoever launches the
+        forward. Raises TransferError if there is none, or if it is long since forgotten."""
+        return self._loads.of(number)
+
+    def is_own_thread(self) -> bool:
+        """Whether the caller is on the thread that answers: it must not wait for what that thread has to tell."""
+        return self._teller == threading.get_ident()
+
+    # --- tiers
+
+    def attach(self, name: str, tier: Tier | Mapping[str, Any]) -> TierFacts:
+        """Take commands for one more tier. Blocks until it knows the host's memory. Options instead of a tier: it is
+        made here, and closed at `detach` or `close`."""
+        with self._changed:
+            if name in self._lower or name == self.host_name or self._closing:
+                raise ConfigError(f"attach: expected a mover that is open and has no tier {name!r} yet")
+        owned = not isinstance(tier, Tier)
+        if not isinstance(tier, Tier):
+            if self._make_tier is None:
+                raise ConfigError(
+                    f"attach: expected a mover with make_tier for the options of {name!r}, got one without"
+                )
+            tier = self._make_tier(name, tier)
+        try:
+            lower = LowerTier(
+                tier,
+                self.host,
+                self.shard,
+                deadline_s=self._deadline_s,
+                in_flight=self._in_flight,
+                batch_pages=self._batch_pages,
+                owned=owned,
+                observer=self._observer,
+            )
+        except BaseException:
+            if owned:
+                tier.close(drain=False)
+            raise
+        with self._changed:
+            self._lower[name] = lower
+        return self._facts_of(tier)
+
+    def detach(self, name: str, *, drain: bool = False, timeout_s: float = 60.0) -> None:
+        """Take no more commands for a tier, finish or cancel those under way, and let go of it."""
+        with self._changed:
+            lower = self._lower.pop(name, None)
+        if lower is None:
+            raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
+        lower.close(drain=drain, timeout_s=timeout_s)
+
+    def facts(self) -> MoverFacts:
+        """What a directory has to know of the memory here."""
+        spec, pool = self.engine.pool.spec, self.engine.pool
+        with self._changed:
+            tiers = {name: self._facts_of(lower.tier) for name, lower in self._lower.items()}
+        return MoverFacts(
+            page_size=spec.page_size,
+            num_layers=spec.num_layers,
+            page_bytes=spec.page_bytes,
+            pool_pages=pool.num_pages,
+            host_name=self.host_name,
+            host_pages=self.host.ready_slots,
+            host_most_pages=self.host.num_slots,
+            tiers=tiers,
+        )
+
+    def stats(self) -> dict[str, TierState]:
+        """The lower tiers' own figures, by name. Never waits for them."""
+        with self._changed:
+            lower = dict(self._lower)
+        return {name: TierState.of(one.tier.stats()) for name, one in lower.items()}
+
+    # --- end
+
+    def close(self, *, drain: bool = True, timeout_s: float = 60.0) -> None:
+        """Take no more commands, finish (or cancel) those under way, and let go of the tiers. The engine, the host and
+        the tiers that were given stay open. Every command is answered. Idempotent.
+
+        Raises DeadlineExceeded when the time is up: what is under way then is answered when it ends.
+        """
+        until = time.monotonic() + timeout_s
+        with self._changed:
+            self._closing = True
+            under = [*self._under.values()]
+        for one in under if not drain else ():
+            self._cancel(one.command.id)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._under, timeout_s):
+                raise DeadlineExceeded(f"mover: close: {len(self._under)} commands had no end after {timeout_s:g} s")
+            lower, self._lower = self._lower, {}
+        for below in lower.values():
+            below.close(drain=drain, timeout_s=max(0.1, until - time.monotonic()))
+        self._deadlines.close()
+        self._beginning.shutdown()
+        self._telling.shutdown(wait=not self.is_own_thread())
+
+    def __enter__(self) -> Mover:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self.close(drain=error is None)
+
+    # --- inside
+
+    def _facts_of(self, tier: Tier) -> TierFacts:
+        stats = tier.stats()
+        record_bytes = self.host.slot_bytes + self.host.trailer_bytes
+        capacity = stats.capacity_bytes // record_bytes if stats.capacity_bytes and not tier.shared else None
+        return TierFacts(shared=tier.shared, capacity_pages=capacity, pages=stats.pages)
+
+    def _transfer(self, under: _Under, command: Store | Load) -> None:
+        """Begin a transfer of the engine, on the caller's thread: its fences are recorded now."""
+        slots, pages = ids(command.slots), ids(command.pages)
+        try:
+            if command.tier != self.host_name:
+                raise ConfigError(f"expected the host tier {self.host_name!r}, got {command.tier!r}")
+            if isinstance(command, Load):
+                handle = self.engine.load(slots, pages, layerwise=command.layerwise)
+                self._loads.add(command.load, handle)
+            else:
+                self.host.trailers[slots, :8] = 0  # no header: what the slot holds is of another page from now on
+                handle = self.engine.store(pages, slots)
+        except Exception as error:  # kept: it is what became of the command
+            self._end(under, bytes([ERROR]) * slots.size, _said(error))
+            return
+        self._begun(under, handle)
+        handle.add_done_callback(lambda ended: self._later(partial(self._transferred, under, ended)))
+
+    def _transferred(self, under: _Under, handle: TransferHandle) -> None:
+        """On the telling thread: a transfer has ended."""
+        pages = positions(under.command)
+        is_load = isinstance(under.command, Load)
+        error: KVTransferError | None = None
+        verdict = None
+        try:
+            handle.result(0)
+        except KVTransferError as raised:
+            error = raised
+        if is_load:
+            try:
+                verdict = handle.verdict(0)
+            except KVTransferError:
+                verdict = None  # it is ``error``
+        if error is None:
+            unverified = verdict.unverified_pages if verdict is not None else ()
+            self._end(under, bytes([OK]) * pages, unverified=unverified)
+        elif verdict is not None:  # all has landed, and some does not verify
+            codes = bytearray([OK]) * pages
+            for position in verdict.bad_pages:
+                codes[position] = CORRUPT
+            unverified = tuple(p for p in verdict.unverified_pages if codes[p] == OK)
+            self._end(under, bytes(codes), str(error), unverified, verdict.bad_layers)
+        else:  # what has landed was not compared: of no use
+            status = CANCELLED if isinstance(error, TransferCancelled) else ERROR
+            self._end(under, bytes([status]) * pages, str(error))
+
+    def _begin(self, under: _Under, command: KeyCommand) -> None:
+        """On the beginning thread: ask a lower tier."""
+        name = command.source if hasattr(command, "source") and command.tier == self.host_name else command.tier
+        with self._changed:
+            lower = self._lower.get(name)
+            cancelled = under.cancelled
+        try:
+            if cancelled:
+                raise TransferCancelled("cancelled before it was begun")
+            if lower is None:
+                raise ConfigError(f"expected a tier that is attached, got {name!r}")
+            handle = lower.begin(command)
+        except Exception as error:  # kept: it is what became of the command
+            status = CANCELLED if isinstance(error, TransferCancelled) else ERROR
+            self._end(under, bytes([status]) * positions(command), _said(error))
+            return
+        under.deadline, under.late = time.monotonic() + self._deadline_s + GRACE_S, self._late
+        self._begun(under, handle)
+        self._deadlines.watch(under)
+        handle.add_done_callback(lambda ended: self._later(partial(self._judge, lower, under, command, ended)))
+
+    def _judge(self, lower: LowerTier, under: _Under, command: KeyCommand, handle: TierHandle) -> None:
+        """On the telling thread: a tier has answered."""
+        self._end(under, *lower.judge(command, handle))
+
+    def _late(self, under: _Under) -> None:
+        """A tier has not kept its deadline: ask it to stop. Where it holds no buffers, it is not waited for."""
+        assert under.handle is not None
+        under.handle.cancel()
+        if not hasattr(under.command, "slots"):
+            codes = bytes([ERROR]) * positions(under.command)
+            self._later(partial(self._end, under, codes, f"no answer after {self._deadline_s:g} s"))
+
+    def _begun(self, under: _Under, handle: _Stoppable) -> None:
+        with self._changed:
+            under.handle = handle
+            cancelled = under.cancelled
+        if cancelled:
+            handle.cancel()
+
+    def _cancel(self, number: int) -> None:
+        """Ask a command to stop. One that is unknown has ended, or is yet to come."""
+        with self._changed:
+            under = self._under.get(number)
+            if under is None:
+                self._early[number] = None
+                while len(self._early) > _EARLY:
+                    self._early.popitem(last=False)
+                return
+            under.cancelled = True
+            handle = under.handle
+        if handle is not None:
+            handle.cancel()
+
+    def _end(
+        self,
+        under: _Under,
+        codes: bytes,
+        detail: str = "",
+        unverified: tuple[int, ...] = (),
+        bad_layers: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        """Answer a command, once."""
+        with self._changed:
+            if under.answered:
+                return
+            under.answered = True
+        self._tell(under, codes, detail, unverified, bad_layers)
+
+    def _tell(
+        self,
+        under: _Under,
+        codes: bytes,
+        detail: str = "",
+        unverified: tuple[int, ...] = (),
+        bad_layers: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        ack = Ack(id=under.command.id, statuses=codes, detail=detail, unverified=unverified, bad_layers=bad_layers)
+        self._later(partial(self._say, ack))
+
+    def _later(self, work: Callable[[], object]) -> None:
+        """On the telling thread; once that has ended, at once."""
+        try:
+            self._telling.submit(call_subscriber, work)
+        except RuntimeError:  # it takes no more
+            call_subscriber(work)
+
+    def _say(self, ack: Ack) -> None:
+        self._teller = threading.get_ident()
+        try:
+            if self.answer is None:
+                raise TransferError(f"mover: nobody takes answers: command {ack.id} has one")
+            self.answer(ack)
+        finally:
+            with self._changed:
+                self._under.pop(ack.id, None)
+                self._changed.notify_all()
+
+
+def _said(error: Exception) -> str:
+    return str(error) if isinstance(error, KVTransferError) else f"{type(error).__name__}: {error}"
