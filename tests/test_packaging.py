@@ -35,6 +35,7 @@ OVER_TRANSFORMERS = {
         "paged_cache",
         "paged_layers",
         "prefix_cache",
+        "prefix_run",
         "transformers",
     )
 }

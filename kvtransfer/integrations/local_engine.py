@@ -20,8 +20,8 @@ from kvtransfer.integrations.kv_digests import kv_digests
 from kvtransfer.integrations.transformers import cache_keyword, usable_prefix
 from kvtransfer.kernels.errors import ConfigError
 
-Inspect = Callable[[Cache, int], None]
-"""Told the cache and the tokens of the prompt that were not computed, while the cache still holds everything."""
+Inspect = Callable[[Cache, tuple[int, ...]], None]
+"""Told the cache, and for each row the tokens that were not computed, while the cache still holds everything."""
 
 
 class Prefixes(Protocol):
@@ -60,7 +60,7 @@ class KeptPrefixes:
         run: Any = model.generate
         out = run(ids, attention_mask=torch.ones_like(ids), **{cache_keyword(model): cache}, **options)
         if inspect is not None:
-            inspect(cache, cached)
+            inspect(cache, (cached,))
         sequence = out if isinstance(out, torch.Tensor) else out.sequences
         if all(type(layer) is DynamicLayer for layer in cache.layers):
             self._kept[tuple(sequence[0, : int(cache.get_seq_length())].tolist())] = cache
@@ -130,8 +130,8 @@ class LocalEngine:
             )
         told: list[tuple[KVDigests | None, int]] = []
 
-        def inspect(cache: Cache, cached: int) -> None:
-            told.append((kv_digests(cache, len(ids), self._page_size) if digests else None, cached))
+        def inspect(cache: Cache, cached: tuple[int, ...]) -> None:
+            told.append((kv_digests(cache, len(ids), self._page_size) if digests else None, cached[0]))
 
         started = time.perf_counter()
         clock = _Tokens(on_token)
@@ -149,7 +149,7 @@ class LocalEngine:
                 return_dict_in_generate=True,
             )
         new = out.sequences[0, len(ids) :].tolist()
-        (found, cached), *_ = told
+        found, cached = told[-1]
         return Completion(
             tokens=[str(token) for token in new],
             text=self.decode(new),

@@ -17,12 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvtransfer.engine import TransferEngine
-from kvtransfer.handles import TransferHandle, Verdict
+from kvtransfer.handles import TransferHandle
 from kvtransfer.integrations.model_spec import usable_prefix, window_layers
 from kvtransfer.integrations.paged import OpenStore, PageTable
 from kvtransfer.integrations.paged_layers import PagedLayer, PagedSlidingLayer
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TransferError
 from kvtransfer.pool import KVPool
+from kvtransfer.verdict import Verdict
 
 Slots = Sequence[int] | NDArray[np.int64]
 
