@@ -165,12 +165,12 @@ def verify(
         flip_page=flip_page,
     )
     result = run_verify(options, Console(stderr=True, highlight=False))
-    if isinstance(result, Report):
-        print_report(result, Console(highlight=False), explain=explain)
-        if result.mismatches:
-            raise typer.Exit(1)
-    else:
+    if not isinstance(result, Report):
         print(f"written: {file}, {len(result.entries)} prompts answered by {result.target}")
+        return
+    print_report(result, Console(highlight=False), explain=explain)
+    if result.mismatches:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from rich.console import Console
 
 from kvtransfer.completion import Completion, Prompt
-from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.prompts import NamedPrompt, read_prompts, shipped_prompts
 from kvtransfer.server_client import ServerClient
 from kvtransfer.verify import Report, Target, record, replay
@@ -36,7 +35,7 @@ def run_verify(options: VerifyOptions, console: Console) -> Report | Baseline:
     work, ServerError where a server fails."""
     options.check()
     known = _known(options) if options.phase == "test" else None
-    prompts = _prompts(options) if known is None else []
+    prompts = _prompts(options) if known is None else [NamedPrompt(e.name, e.prompt) for e in known.entries]
     if options.url is not None:
         client = ServerClient(
             options.url,
@@ -45,9 +44,18 @@ def run_verify(options: VerifyOptions, console: Console) -> Report | Baseline:
             flush_path=options.flush_path,
             timeout_s=options.timeout_s,
         )
-        target: Target = ServerTarget(client)
+        target = ServerTarget(client)
         return _record(target, prompts, options, console) if known is None else _replay(target, known, options, console)
-    raise ConfigError("--url: expected a server, got none")
+    from kvtransfer.verify_local import LocalModel  # noqa: PLC0415  (transformers, which servers do without)
+
+    model = LocalModel(options, console)
+    if known is None:
+        with model.alone() as local:
+            known = _record(local, prompts, options, console)
+        if options.phase == "baseline":
+            return known
+    with model.with_us(model.longest(prompts)) as local:
+        return _replay(local, known, options, console)
 
 
 def _prompts(options: VerifyOptions) -> list[NamedPrompt]:

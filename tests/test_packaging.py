@@ -23,21 +23,14 @@ PROGRAMS = {
     "kvtransfer.demo",
     "kvtransfer.demo_model",
     "kvtransfer.demo_report",
+    "kvtransfer.verify_local",
     "kvtransfer.verify_run",
 }
 # They import transformers, which takes seconds and threads of its own.
-OVER_TRANSFORMERS = {
-    f"kvtransfer.integrations.{name}"
-    for name in (
-        "kv_digests",
-        "local_engine",
-        "model_spec",
-        "paged_cache",
-        "paged_layers",
-        "prefix_cache",
-        "prefix_run",
-        "transformers",
-    )
+OVER_TRANSFORMERS = {"kvtransfer.verify_local"} | {
+    f"kvtransfer.integrations.{path.stem}"
+    for path in (ROOT / "kvtransfer" / "integrations").glob("*.py")
+    if "from transformers" in path.read_text(encoding="utf-8") or path.stem.startswith(("transformers", "prefix_"))
 }
 KERNELS_MAY_IMPORT = {"numpy", "torch", "triton", "kvtransfer"} | set(sys.stdlib_module_names)
 

@@ -340,3 +340,76 @@ def test_prompts_of_files(tmp_path: Path) -> None:
             read_prompts(file)
     with pytest.raises(ConfigError, match="readable file"):
         read_prompts(tmp_path / "none")
+
+
+# --- a local model
+
+
+def local(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, list[str]]:
+    capsys.readouterr()
+    status = verify(*args, "--random-weights", "--device", "cpu", "--max-new-tokens", "4")
+    return status, capsys.readouterr().out.rstrip().split("\n")
+
+
+def host_only(folder: Path) -> tuple[str, str]:
+    file = folder / "kvtransfer.yaml"
+    file.write_text("tiers: {host: {pages: 200}}\n")
+    return "--config", str(file)
+
+
+@pytest.mark.parametrize("reference", ["cold", "warm"])
+def test_a_local_model(
+    prompts: tuple[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    reference: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status, lines = local(capsys, "both", *prompts, *host_only(tmp_path), "--baseline", reference)
+    assert (status, lines[-1]) == (0, "Total mismatches: 0"), lines
+    assert any(line.startswith("hit rate, after the flush: 9") for line in lines), lines
+    assert sum("compared" in line for line in lines) == 6
+
+
+def test_one_flipped_bit_of_a_local_model(
+    prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bit of one byte, after the load was verified: tokens need not change, the page is named all the same."""
+    monkeypatch.setenv("COLUMNS", "200")
+    status, lines = local(capsys, "both", *prompts, *host_only(tmp_path), "--flip-page", "3", "--explain")
+    assert (status, lines[-1]) == (1, "Total mismatches: 3"), lines
+    named = [line for line in lines if "first page that differs: page 3 (tokens 48 to 63), layer 3" in line]
+    assert len(named) == 3 and all("1 of" in line for line in named), lines
+
+
+def test_a_bit_flipped_in_host_memory_is_found_by_the_cache_itself(
+    prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is computed again: nothing differs, and the count of given-up forwards tells."""
+    from kvtransfer.integrations.prefix_cache import PrefixCache
+    from kvtransfer.mover import Mover
+
+    monkeypatch.setenv("COLUMNS", "200")
+    real = PrefixCache.flush
+
+    def flush_and_damage(self: PrefixCache) -> None:
+        real(self)
+        assert isinstance(self.tiers.mover, Mover)
+        self.tiers.mover.host.payload[77] ^= 1
+
+    monkeypatch.setattr(PrefixCache, "flush", flush_and_damage)
+    status, lines = local(capsys, "both", *prompts, *host_only(tmp_path))
+    assert (status, lines[-1]) == (0, "Total mismatches: 0"), lines
+    assert not any("done again because a page failed: 0" in line for line in lines), lines
+
+
+def test_phases_of_a_local_model_in_two_processes(
+    prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = ("--file", str(tmp_path / "b.json"))
+    status, lines = local(capsys, "baseline", *prompts, *file)
+    assert status == 0 and "3 prompts answered by random weights" in lines[-1]
+    status, lines = local(capsys, "test", *file, *host_only(tmp_path))
+    assert (status, lines[-1]) == (0, "Total mismatches: 0"), lines

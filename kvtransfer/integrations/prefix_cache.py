@@ -135,7 +135,7 @@ class PrefixCache:
             try:
                 if attempt < _TRIES:
                     run.load()
-                out = self._forward(model, run, options)
+                out = self.forward(model, run, options)
                 if inspect is not None:
                     inspect(run.cache, run.cached)
             except TransferError:
@@ -214,7 +214,8 @@ class PrefixCache:
                         "make it larger (pool_tokens), or the batch smaller"
                     ) from error
 
-    def _forward(self, model: PreTrainedModel, run: PrefixRun, options: dict[str, Any]) -> Any:
+    def forward(self, model: PreTrainedModel, run: PrefixRun, options: dict[str, Any]) -> Any:
+        """``model.generate`` over ``run``, whose loads are on their way. For `generate`; may be overridden."""
         generate: Any = model.generate
         more = {**options, cache_keyword(model): run.cache}
         return generate(run.batch.ids, attention_mask=run.batch.mask, **more)

@@ -20,7 +20,7 @@ class PrefixRun:
     """``cache`` holds the pages of ``batch``; they go back to its pool by `end`, once nothing moves them any more.
 
     cached  for each row the tokens that were not computed
-    loaded  whether anything was to be loaded
+    loaded  whether anything was to be loaded, by ``loads``
     """
 
     def __init__(self, tiers: TieredCache, scope: Scope, cache: PagedCache, batch: PromptBatch) -> None:
@@ -29,7 +29,7 @@ class PrefixRun:
         self.loaded = False
         self.stores: list[CacheStore] = []
         self._tiers, self._scope = tiers, scope
-        self._loads: list[CacheLoad] = []
+        self.loads: list[CacheLoad] = []
 
     def load(self) -> None:
         """Match every row and begin to load what all of them have. Pages must have been reserved.
@@ -48,7 +48,7 @@ class PrefixRun:
                     self.loaded = True
                     ids = self.cache.tables[row].pages[:pages]
                     load = self._tiers.load(hits[row], ids, layerwise=True, pages=pages)
-                    self._loads.append(load)
+                    self.loads.append(load)
                     rows.append((row, load))
         there = [len(tokens) for tokens in self.batch.rows]  # rows without a load lack nothing
         for row, load in rows:
@@ -56,7 +56,7 @@ class PrefixRun:
         columns = min(columns, self.batch.columns_of(there))
         self.cached = tuple(self.batch.tokens_in(columns))
         if any(self.cached):
-            self.cache.expect(self._loads, columns)
+            self.cache.expect(self.loads, columns)
         else:
             self._settle()
 
@@ -76,7 +76,7 @@ class PrefixRun:
 
     def done(self) -> bool:
         """Whether nothing moves the pages any more."""
-        return all(store.done() for store in self.stores) and all(load.done() for load in self._loads)
+        return all(store.done() for store in self.stores) and all(load.done() for load in self.loads)
 
     def wait(self) -> None:
         """Until `done`, or the deadlines of the stores."""
@@ -97,8 +97,8 @@ class PrefixRun:
 
     def _settle(self) -> None:
         """End loads that are not wanted any more."""
-        for load in self._loads:
+        for load in self.loads:
             load.cancel()
             with suppress(TransferError):  # it was given up: how it ended is no matter
                 load.result()
-        self._loads = []
+        self.loads = []
