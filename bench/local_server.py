@@ -29,7 +29,8 @@ Apis = tuple[str, ...]
 class Engine(Protocol):
     """What is served: `kvtransfer.integrations.local_engine.LocalEngine`."""
 
-    decode: Callable[[list[int]], str]
+    @property
+    def decode(self) -> Callable[[list[int]], str]: ...
 
     def complete(
         self,

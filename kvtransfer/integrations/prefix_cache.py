@@ -48,6 +48,7 @@ class PrefixStats:
     """Totals. Tokens are those of prompts; ``cached_tokens`` were loaded and not computed.
 
     retries       forwards that were given up because a page of their load failed
+    loaded_pages  to the device, of prompts that were answered
     stored_pages  whole pages that the cache has now, new or not; ``lost_pages`` it has not
     """
 
@@ -55,6 +56,7 @@ class PrefixStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     retries: int = 0
+    loaded_pages: int = 0
     stored_pages: int = 0
     lost_pages: int = 0
 
@@ -237,8 +239,8 @@ class PrefixCache:
             if not self._leaving or not (wait or self._leaving[0].done()):
                 return False
             run = self._leaving.popleft()
-        stored, lost = run.end()
-        self._count(stored_pages=stored, lost_pages=lost)
+        moved = run.end()
+        self._count(loaded_pages=moved.loaded, stored_pages=moved.stored, lost_pages=moved.lost)
         return True
 
     def _count(self, **more: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from typing import NamedTuple
 
 from kvtransfer.cache import TieredCache
 from kvtransfer.cache_handles import CacheLoad, CacheStore
@@ -14,6 +15,14 @@ from kvtransfer.kernels.errors import DeadlineExceeded, TierError, TransferError
 from kvtransfer.tiers.base import PageStatus
 
 _FREE_S = 30.0
+
+
+class Moved(NamedTuple):
+    """Pages: loaded; stored, or there already; not stored."""
+
+    loaded: int
+    stored: int
+    lost: int
 
 
 class PrefixRun:
@@ -84,16 +93,17 @@ class PrefixRun:
             with suppress(DeadlineExceeded):  # it is cancelled then, and its pages have statuses
                 store.result()
 
-    def end(self) -> tuple[int, int]:
-        """Wait, give the pages back. Returns pages that were stored (or there already), and pages that were not."""
+    def end(self) -> Moved:
+        """Wait, give the pages back."""
         self.wait()
+        loaded = sum(load.usable_pages for load in self.loads)
         self._settle()
         for table in self.cache.tables:
             self._tiers.require_free(table.pages, wait_s=_FREE_S)
         self.cache.release(_FREE_S)
         statuses = [status for store in self.stores for status in store.statuses]
         stored = sum(status is PageStatus.OK for status in statuses)
-        return stored, len(statuses) - stored
+        return Moved(loaded, stored, len(statuses) - stored)
 
     def _settle(self) -> None:
         """End loads that are not wanted any more."""
