@@ -66,7 +66,7 @@ class CacheCore:
         self._active: dict[CacheLoad | CacheStore, None] = {}
         self._fetching: dict[PrefetchJob, None] = {}
         self._going = threading.RLock()
-        self._closed = False
+        self._closed = self._closing = False
         self._sizing = threading.RLock()
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None

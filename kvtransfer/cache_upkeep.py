@@ -15,7 +15,7 @@ from kvtransfer.cache_handles import CacheLoad, CacheStore
 from kvtransfer.cache_parts import CacheStats, Dropped, PageIds, TierOrOptions, plan_of
 from kvtransfer.commands import Scope
 from kvtransfer.jobs import Job
-from kvtransfer.kernels.errors import TierError
+from kvtransfer.kernels.errors import DeadlineExceeded, TierError
 from kvtransfer.policy import EvictionPolicy, WritePolicy
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.recent import warm_file
@@ -121,13 +121,23 @@ class CacheUpkeep(CacheCore):
         the observer is told. Raises DeadlineExceeded if something could not be stopped: a tier that does not let go of
         its buffers. Idempotent.
         """
+        until = time.monotonic() + timeout_s
         with self.news:
+            if self._dropped is None and self.mover.is_own_thread():
+                raise TierError("close: a callback can't wait for what its own thread has to tell")
+            if not self.news.wait_for(lambda: not self._closing, timeout_s):  # another thread does it
+                raise DeadlineExceeded(f"close: another thread was at it still after {timeout_s:g} s")
             if self._dropped is not None:
                 return self._dropped
-            if self.mover.is_own_thread():
-                raise TierError("close: a callback can't wait for what its own thread has to tell")
-            self._closed = True
-        until = time.monotonic() + timeout_s
+            self._closed = self._closing = True
+        try:
+            return self._close(drain, until)
+        finally:
+            with self.news:
+                self._closing = False
+                self.news.notify_all()
+
+    def _close(self, drain: bool, until: float) -> Dropped:
         self._end_ticks()
         fetching = [job for job in [*self._fetching] if not job.done]
         for job in fetching:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from engine_helpers import LIMIT_S, until
 
 from kvtransfer.commands import Scope
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, OwnershipError, TierError
+from kvtransfer.kernels.events import Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.policy import Prefetch
 from kvtransfer.tiers.base import PageStatus
@@ -241,6 +244,35 @@ def test_close_without_draining_says_what_it_dropped(make: MakeRig) -> None:  # 
     rig.do("let_go")
     dropped = rig.cache.close(drain=False, timeout_s=LIMIT_S)
     assert store.done() and dropped.pages >= 3
+
+
+def test_two_threads_close_at_once(make: MakeRig) -> None:  # noqa: F811
+    """One does it, the other waits for that, and is told the same."""
+    told, owned = Told(), list[int]()
+    rig = make(cache={"observer": told, "owned": (lambda: owned.append(1),)})
+    rig.do("hold", "copy_out")
+    store = rig.cache.store(rig.tokens(2), rig.take(2))
+    until(lambda: rig.do("held"), "it is under way")
+    met: list[Any] = []
+    threads = [threading.Thread(target=lambda: met.append(rig.cache.close(timeout_s=LIMIT_S))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: rig.cache._closed, "one has begun")
+    with pytest.raises(DeadlineExceeded, match="another thread"):
+        rig.cache.close(timeout_s=0.1)
+    rig.do("let_go")
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert store.result(LIMIT_S).all_ok and len(met) == 2 and met[0] is met[1] is rig.cache.close()
+    assert owned == [1] and told.names == ["cache.closed"]
+
+
+class Told(Observer):
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def noted(self, what: str, **fields: Any) -> None:
+        self.names.append(what)
 
 
 def test_two_caches_share_a_tier(make: MakeRig, tmp_path: Path) -> None:  # noqa: F811
