@@ -30,6 +30,7 @@ from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, OwnershipError, TransferError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer, Observers, Span
+from kvtransfer.kernels.ids import id_tools
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.link import LinkProfile, load_profile
 from kvtransfer.plan import HOST_PATHS, Facts, Plan, make_plan
@@ -99,6 +100,7 @@ class TransferEngine:
         on_gpu = pool.device.type == "cuda"
         if on_gpu and delays is not None:
             raise ConfigError("delays: only the CPU's lanes can be held back")
+        id_tools()  # built here, not in the first call
         self.pool, self.host = pool, host
         self.deadline_s = deadline_s
         self.path = path

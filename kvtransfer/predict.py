@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvtransfer.groups import Groups, best_groups, layer_groups, layers_done
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.ids import id_tools
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.link import Grid, LinkProfile
 
@@ -29,8 +30,8 @@ GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
 # What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. On an H200 it took
 # 1.8 us where one alone took 0.5, and 3.6 where (on the same machine, in a worse hour) one alone took 2.3.
 BESIDE_LAUNCHES_US = 1.3
-# Of the engine's thread, on a path that is submitted call by call: for a piece, besides the driver; and for a chunk, with
-# its digests' launch, its events and its waits (H200: 37 chunks of one copy took 17.2 ms, 55 took 26.0, 32 took 0.45 each).
+# Of the engine's thread, on a path that is submitted call by call: for a piece, besides the driver; and for a chunk,
+# with its digests' launch, its events and its waits (H200: 37 chunks of one copy took 17.2 ms, 55 took 26.0).
 PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
@@ -77,19 +78,10 @@ class Runs:
     long_pages: int
 
     @classmethod
-    def of(cls, ids: Ids, *others: Ids) -> Runs:
-        """Runs that all lists share, position by position."""
-        if ids.size == 0:
-            return cls(0, 0, 0, 0)
-        follows = ids[1:] - ids[:-1] == 1
-        for other in others:
-            follows &= other[1:] - other[:-1] == 1
-        if not follows.any():
-            return cls(ids.size, ids.size, 0, 0)
-        ends = np.concatenate(([-1], np.flatnonzero(~follows), [ids.size - 1]))
-        lengths = ends[1:] - ends[:-1]
-        long = lengths[lengths >= STRIDED_RUN_PAGES]
-        return cls(ids.size, lengths.size, long.size, int(long.sum()))
+    def of(cls, ids: Ids, other: Ids | None = None) -> Runs:
+        """Runs of one list, or those that two share, position by position."""
+        count, long, long_pages = id_tools().runs(ids, other, STRIDED_RUN_PAGES)
+        return cls(ids.size, count, long, long_pages)
 
     def parts(self) -> list[tuple[int, int]]:
         """(runs, pages in them) of the long and of the short ones, as far as there are any."""

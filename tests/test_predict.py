@@ -59,7 +59,9 @@ def test_a_gentle_path_is_not_taken_at_any_price() -> None:
     rates = replace(profile(staged=flat(50.0), mapped=flat(49.0)), gemm_kept={"staged/h2d": 0.91, "strided/h2d": 1.0})
     slow = make_plan(facts(TOKENS, pages=8192, profile=rates))
     assert slow.path in ("staged", "mapped"), slow.explain()
-    close = make_plan(facts(BIG, pages=64, runs=1, profile=replace(rates, grids=rates.grids | {"mapped/h2d": flat(1.0)})))
+    close = make_plan(
+        facts(BIG, pages=64, runs=1, profile=replace(rates, grids=rates.grids | {"mapped/h2d": flat(1.0)}))
+    )
     assert close.path == "strided" and dict(close.barred)["staged"].startswith("it takes 9%"), close.explain()
 
 

@@ -288,8 +288,8 @@ class HostTier:
         """OwnershipError, naming slots, for one that is not given out. Who never called `allocate` keeps books of his
         own, as do processes that are attached: nothing is refused then."""
         with self._lock:
-            if self._gives_out and not (given := self._extents.taken(slots)).all():
-                stale = slots[~given]
+            if self._gives_out and not self._extents.all_taken(slots):
+                stale = slots[~self._extents.taken(slots)]
                 raise OwnershipError(
                     f"expected host slots that are given out, got {stale[:8].tolist()}"
                     f"{' ...' if stale.size > 8 else ''}, which are free; allocate() them first"
