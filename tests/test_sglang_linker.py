@@ -206,8 +206,8 @@ def test_pools_whose_rows_are_pages_travel_with_the_kv(monkeypatch: pytest.Monke
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
 
     from kvtransfer.integrations.sglang import linked_pools
+    from kvtransfer.integrations.sglang.device_pools import device_pool_group as made
 
-    made = linked_pools.device_pool_group
     index = [torch.randint(0, 256, (33, 52), dtype=torch.uint8) for _ in range(2)]
 
     def with_indexer(kvcache: Any, params: Any, components: Any) -> Any:
@@ -260,7 +260,7 @@ def test_strided_rows_are_carried_and_rows_in_pieces_refused() -> None:
 
 def test_pages_reach_the_tiers_while_they_are_being_loaded() -> None:
     engine = Engine(tiers={"host": {"pages": 64, "pin": False}, "memory": {"cache_gb": 0.02}})
-    pool = engine.linker.pools[PoolName.KV]
+    pool: Any = engine.linker.pools[PoolName.KV]
     keys = hashes(8)
     rows = engine.fill([*range(1, 9)])
     writing = pool.lower._keep

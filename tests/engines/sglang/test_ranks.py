@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from engines.sglang.rank_work import work
+from torch.multiprocessing.spawn import spawn
 
 pytestmark = pytest.mark.engines
 
 
 @pytest.mark.timeout(900)  # two processes import SGLang
 def test_ranks_never_part(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(work, args=(str(tmp_path / "meeting"), str(tmp_path)), nprocs=2, join=True)
+    start: Any = spawn
+    start(work, args=(str(tmp_path / "meeting"), str(tmp_path)), nprocs=2, join=True)
     expected = {
         "too big": 0, "kept": 32, "whole": True, "shorter": 20, "short": True, "bad": True, "after": 8,
         "radix bad": 0, "radix freed": True, "radix again": 24, "radix rows": True,
