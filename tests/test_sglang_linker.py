@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,18 @@ def test_a_failed_load_is_told_when_its_slot_was_given_away() -> None:
     assert counter.finish(index)  # told once
 
 
+def test_a_load_can_be_waited_for_by_its_index() -> None:
+    """As speculative decoding with a fused draft does."""
+    counter = LayerCounter(LAYERS)
+    load = Gate()
+    for layer in load.layers:
+        layer.set()
+    index = counter.start(load)
+    counter.events[index].wait(counter.num_layers - 1)
+    counter.events[index - 1].wait(0)
+    assert load.waited == [LAYERS - 1]
+
+
 def test_an_error_in_a_wait_does_not_reach_the_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = hashes(2)
     engine.fill([1, 2])
@@ -253,7 +266,7 @@ def test_strided_rows_are_carried_and_rows_in_pieces_refused() -> None:
 
     wide = torch.zeros(36, 3, 2, 8)
     spec, parts, local = spec_of(entry(wide[:, 1]))
-    assert spec.page_bytes == PAGE * 64 and parts[0].tensor.stride(0) == 192 and local == {0: 0}
+    assert spec.page_bytes == PAGE * 64 and parts[0].tensor.stride(0) == 192 and local == [0]
     with pytest.raises(ConfigError, match="contiguous rows"):
         spec_of(entry(wide[:, :, 0]))
 
@@ -279,3 +292,14 @@ def test_pages_reach_the_tiers_while_they_are_being_loaded() -> None:
     until(lambda: pool.slots.room == 64)
     assert engine.load("t", keys, [*range(21, 29)]) and torch.equal(engine.rows([*range(21, 29)]), rows)
     engine.linker.close()
+
+
+def test_the_last_layer_stands_for_all_of_every_pool(engine: Engine) -> None:
+    """Before a full CUDA graph SGLang waits for the last layer only, which a pool of some layers may not have."""
+    pool = engine.linker.pools[PoolName.KV]
+    pool._layers = [1, 4, 6]  # its transfer layers
+    waited: list[int] = []
+    handle: Any = SimpleNamespace(wait_layer=waited.append)
+    for layer in range(8):
+        pool.wait_layer(handle, layer)
+    assert waited == [0, 0, 0, 1, 1, 2, 2]  # for layer 0 nothing
