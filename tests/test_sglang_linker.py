@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_helpers import LAYERS, PAGE, Component, Engine, hashes, until
@@ -102,6 +103,12 @@ def test_a_pool_that_can_not_be_carried_whole_is_refused(
     for name, value in change.items():
         monkeypatch.setattr(MHATokenToKVPool, name, value)
     with pytest.raises(ConfigError, match="carried whole"):
+        Engine()
+
+
+def test_context_parallel_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_context.PARALLEL, "attn_dcp_size", 2, raising=False)
+    with pytest.raises(ConfigError, match="decode context"):
         Engine()
 
 
