@@ -41,6 +41,14 @@ class OwnershipError(KVTransferError, RuntimeError):
     """A page or slot is used against its state: freed twice, or freed while a transfer owns it."""
 
 
+class ServerError(KVTransferError, RuntimeError):
+    """An inference server did not answer, or refused: `status` is the HTTP status, None where there is no answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class RankError(KVTransferError, RuntimeError):
     """Ranks that share a cache can't agree: `ranks` are those that died, are late, or do something else.
 

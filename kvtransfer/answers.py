@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import Book
-from kvtransfer.commands import OK, STATUSES, Ack, Evict, Scope
+from kvtransfer.commands import OK, STATUSES, Ack, Evict, Relocate, Scope
 from kvtransfer.jobs import Flight, Move
 from kvtransfer.kernels.errors import TransferError
 from kvtransfer.moves import CORRUPT, MISS, Moves
@@ -20,6 +22,14 @@ class Answers(Moves):
     command is unknown or given up."""
 
     late_answers = 0
+
+    @abstractmethod
+    def _size_on(self, flight: Flight) -> None:
+        """See resizing.py."""
+
+    @abstractmethod
+    def _landed(self, flight: Flight) -> None:
+        """See resizing.py."""
 
     def _check(self, ack: Ack, count: int) -> None:
         """Raise TransferError on an answer that can't be one to a command with so many positions."""
@@ -52,6 +62,8 @@ class Answers(Moves):
         if at.size:
             if isinstance(flight.command, Evict):
                 self._evicted(flight, flight.pages[at], statuses)
+            elif isinstance(flight.command, Relocate):
+                self._relocated(flight, at, statuses)
             else:
                 self._moved(flight, at, statuses)
         if flight.answered.all():
@@ -70,6 +82,23 @@ class Answers(Moves):
         book.counters["failed"] += int((~gone).sum())
         if not gone.all():
             book.barred[flight.node] = self._index.clock() + BARRED_S
+
+    def _relocated(self, flight: Flight, at: Ids, statuses: NDArray[np.uint8]) -> None:
+        """Pages have another slot now, and the old one is free once nobody reads it; or they stay where they are."""
+        assert flight.source is not None
+        book, pages, ok = self._books[flight.source], flight.pages[at], statuses == OK
+        old, new = flight.read[at], flight.slots[at]
+        first = int(pages[0])
+        same = self._index.codes(Match(flight.node, int(pages[-1]) + 1), book.name, first)[pages - first] == old
+        good = ok & same  # else it was found to be lost meanwhile
+        book.end_read(old)
+        self._index.write(flight.node, book.name, pages[good], new[good])
+        book.give(old[good])
+        book.give(new[~good])
+        book.counters["relocated"] += int(good.sum())
+        gone = (statuses == CORRUPT) | (statuses == MISS)
+        if gone.any():
+            self._lost(flight.node, book, pages[gone], old[gone])
 
     def _moved(self, flight: Flight, at: Ids, statuses: NDArray[np.uint8]) -> None:
         pages, ok = flight.pages[at], statuses == OK
@@ -131,11 +160,14 @@ class Answers(Moves):
                 self._write_below(flight, good)
             move.under_way -= 1
         self._index.unlock(flight.node)
+        if isinstance(flight.command, Relocate):
+            self._landed(flight)
         if move is not None:
             if move.for_eviction and flight.source is not None:
                 self._written_back(move, self._books[flight.source], flight)
             self._end(move)
         self._index.tidy(flight.node)
+        self._size_on(flight)
 
     def _written_back(self, move: Move, source: Book, flight: Flight) -> None:
         """Pages were written so that they can go: the host tier gives them up now. Were they to wait until somebody

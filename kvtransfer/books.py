@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 
 from kvtransfer.index import Kind, PrefixIndex
+from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.policy import EvictionPolicy, WritePolicy, eviction, writing
 from kvtransfer.tiers.extents import Extents
@@ -84,12 +85,18 @@ class Book:
         ready = (plan.capacity_pages or 0) if self.is_slots else 0
         most = max(ready, plan.most_pages or 0) if self.is_slots else 0
         self.extents = Extents(most, ready, f"{plan.name} slot")
+        self.goal = self.memory = ready  # slots that there are to be, and that have memory
+        self.sizing: Job | None = None  # the resize that is not done
+        self.size_asked = False  # whether its command is under way
+        self.relocations = 0  # commands under way
         self.readers = np.zeros(most, dtype=np.int32)
         self._doomed = np.zeros(most, dtype=np.bool_)
 
     @property
     def free(self) -> int | None:
         """Pages that there is room for now; None: no limit that is known here."""
+        if self.is_slots:
+            return self.extents.free_slots
         return None if self.capacity is None else self.capacity - self.used
 
     def take(self, n: int, after: int | None = None) -> Ids:

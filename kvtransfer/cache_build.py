@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtransfer.cache import TieredCache
 from kvtransfer.commands import Scope
 from kvtransfer.config import Config, load_config
-from kvtransfer.directory_build import directory_of, namespace_of
+from kvtransfer.directory_build import connect, scope_of
 from kvtransfer.engine import TransferEngine
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
@@ -45,9 +45,8 @@ def create(
 
     config      a `Config`, or its file; None: what the environment says (`kvtransfer.config.load_config`)
     host, engine, tiers  instead of those that the configuration describes; they stay yours. ``engine`` brings its host
-    scope       of calls that name none. None: the namespace of ``model`` (or ``namespace.model``), ``kv_dtype``,
-                ``adapter`` and ``model_spec``, with the configured salt. Where there are lower tiers, which outlive the
-                process or are shared, a model must be named.
+    scope       of calls that name none. None: that of ``model``, ``kv_dtype``, ``adapter`` and ``model_spec``: see
+                `kvtransfer.directory_build.scope_of`
     model_spec  of the whole model, where the pool holds a part of it, which is ``shard``
     place, owners  which process of a deployment this is, and how many share the disks (`DiskTier`)
 
@@ -66,15 +65,12 @@ def create(
             made.append(close)
             undo.callback(close)
 
-        space = namespace_of(config, model_spec or pool.spec, model, kv_dtype, adapter)
         if scope is None:
-            lower = config.lower_tiers if tiers is None else tiers
-            if lower and not (model or config.namespace.model):
-                raise ConfigError(
-                    f"scope: expected a model's name for {', '.join(lower)}, which keep pages of other models too, got "
-                    "none; set namespace.model, or give model= or scope="
-                )
-            scope = Scope(space.digest(), config.namespace.salt_bytes())
+            lower = [*(config.lower_tiers if tiers is None else tiers)]
+            whole = model_spec or pool.spec
+            scope = scope_of(
+                config, whole.canonical(), whole.page_size, lower, model=model, kv_dtype=kv_dtype, adapter=adapter
+            )
         if host is None and engine is None:
             settings = config.host.sized(pool.num_pages * pool.spec.page_bytes)
             host = HostTier(pool.spec, device=pool.device, observer=observer, **settings)
@@ -106,14 +102,6 @@ def create(
         )
         mine(mover.close)
         engine.host.wait_ready(slots=1)  # one that grows in the background
-        cache = TieredCache(
-            directory_of(config, mover.facts()),
-            mover,
-            scope=scope,
-            deadline_s=config.deadline_s,
-            tick_s=tick_s,
-            observer=observer,
-            owned=made[:-1],
-        )
+        cache = connect(mover, config, scope=scope, tick_s=tick_s, observer=observer, owned=made[:-1])
         undo.pop_all()
     return cache

@@ -104,11 +104,11 @@ class CacheHandle:
                 if not self._changed.wait_for(lambda: self._ended, max(0.0, left - time.monotonic())):
                     break
         if not self._ended:
-            timed_out = limit is not None and limit < self.deadline
-            if not timed_out:
-                self.cancel()
-            spent = timeout_s if timed_out else self.deadline_s
             open_pages = np.flatnonzero(self._job.codes == WAITING)
+            spent = timeout_s
+            if limit is None or limit >= self.deadline:
+                spent = self.deadline_s
+                self.cancel()
             raise DeadlineExceeded(
                 f"{self._job.kind}: {open_pages.size} of {self._job.codes.size} pages had no status after {spent:g} s",
                 open_pages.tolist(),

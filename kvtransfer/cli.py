@@ -1,7 +1,7 @@
-"""The command line: `kvtransfer demo`, `tune`, `info`, `timeline`, `tier`, `config`.
+"""The command line: `kvtransfer demo`, `verify`, `tune`, `info`, `timeline`, `tier`, `config`.
 
-Exit status 1: the demo's outputs differ, a transfer failed, fsck found something wrong, a key could not be converted;
-2: bad input.
+Exit status 1: outputs of the demo or of verify differ, a transfer or a server failed, fsck found something wrong, a key
+could not be converted; 2: bad input.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -90,6 +90,86 @@ def demo(
     if json_file is not None:
         write_json(result, json_file)
     if not result.identical:
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    phase: Annotated[
+        Literal["baseline", "test", "both"],
+        typer.Argument(help="baseline: record answers without kvtransfer; test: compare; both: of a local model."),
+    ] = "both",
+    file: Annotated[Path | None, typer.Option(help="Where baseline's answers are kept for test.")] = None,
+    url: Annotated[str | None, typer.Option(help="A server, http://host:port; a local model unless given.")] = None,
+    api: Annotated[Literal["openai", "sglang"] | None, typer.Option(help="Found out unless given.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="As with demo; with --url the name that the server knows it by.")
+    ] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="As with demo.")] = False,
+    device: Annotated[str, typer.Option(help="Of a local model: auto, cpu, cuda or cuda:N.")] = "auto",
+    page_size: Annotated[int, typer.Option(help="Of a local model: tokens a page.")] = 16,
+    config: Annotated[
+        Path | None, typer.Option(help="Of a local model: the cache's configuration, host memory only unless given.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL or ShareGPT; short, medium and long ones of the project unless given.")
+    ] = None,
+    most_prompts: Annotated[int | None, typer.Option(help="At most this many of them.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.")] = 32,
+    baseline: Annotated[
+        Literal["cold", "warm"],
+        typer.Option(help="Compare with the cold answers, or with those out of the engine's own prefix cache."),
+    ] = "cold",
+    allow_near_ties: Annotated[
+        bool, typer.Option("--allow-near-ties", help="Show tokens that part at a near-tie, and don't count them.")
+    ] = False,
+    near_tie: Annotated[float, typer.Option(help="Log probability between the two best tokens, at most.")] = 0.25,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say which page differed first, and what was near.")
+    ] = False,
+    settle_s: Annotated[float, typer.Option("--settle-s", help="Seconds a server gets to end its stores.")] = 1.0,
+    flush_path: Annotated[str | None, typer.Option(help="Request that empties a server's own prefix cache.")] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Of a wait for a server.")] = 600.0,
+    flip_page: Annotated[
+        int | None, typer.Option(help="Flip one bit of this page after each load: verify must notice.")
+    ] = None,
+) -> None:
+    """Compare, token by token, what a model answers with its KV cache out of kvtransfer and without."""
+    from rich.console import Console  # noqa: PLC0415
+
+    from kvtransfer.verify import Report  # noqa: PLC0415
+    from kvtransfer.verify_options import VerifyOptions  # noqa: PLC0415
+    from kvtransfer.verify_report import print_report  # noqa: PLC0415
+    from kvtransfer.verify_run import run_verify  # noqa: PLC0415
+
+    options = VerifyOptions(
+        phase=phase,
+        file=file,
+        url=url,
+        api=api,
+        model=model,
+        random_weights=random_weights,
+        device=device,
+        page_size=page_size,
+        config=config,
+        prompts=prompts,
+        most_prompts=most_prompts,
+        max_new_tokens=max_new_tokens,
+        reference=baseline,
+        allow_near_ties=allow_near_ties,
+        near_tie=near_tie,
+        explain=explain,
+        settle_s=settle_s,
+        flush_path=flush_path,
+        timeout_s=timeout_s,
+        flip_page=flip_page,
+    )
+    result = run_verify(options, Console(stderr=True, highlight=False))
+    if not isinstance(result, Report):
+        print(f"written: {file}, {len(result.entries)} prompts answered by {result.target}")
+        return
+    print_report(result, Console(highlight=False), explain=explain)
+    if result.mismatches:
         raise typer.Exit(1)
 
 

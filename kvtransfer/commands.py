@@ -11,6 +11,8 @@ any order. A page that has no status yet stays as it is: its slots are not given
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -111,6 +113,23 @@ class Lookup(Message, frozen=True, tag="lookup"):
     keys: list[bytes]
 
 
+class Relocate(Message, frozen=True, tag="relocate"):
+    """Copy whole records within the host tier, from the slots ``read`` to ``slots``. Loads and demotions may read the
+    former meanwhile."""
+
+    tier: str
+    read: bytes
+    slots: bytes
+
+
+class Resize(Message, frozen=True, tag="resize"):
+    """The host tier's memory is to have the first ``capacity_pages`` slots, no more: no other command is about the
+    others. One position: OK once they can be used, and where there were more, once those are given back."""
+
+    tier: str
+    capacity_pages: int
+
+
 class Cancel(Message, frozen=True, tag="cancel"):
     """Begin nothing more of another command. It has no Ack of its own: the other one's says what became of it."""
 
@@ -137,17 +156,18 @@ class Ack(Message, frozen=True, tag="ack"):
         return cls(id=command.id, first=first, statuses=bytes(CODES[s] for s in given), detail=detail)
 
 
-Command = Store | Load | Promote | Demote | Evict | Lookup | Cancel
+Command = Store | Load | Promote | Demote | Evict | Lookup | Relocate | Resize | Cancel
 AnyMessage = Command | Ack
+_M = TypeVar("_M")
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 _VERSION_ONLY = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
 def positions(command: Command) -> int:
     """How many pages a command is about: as many statuses answer it."""
-    if isinstance(command, Cancel):
-        return 0
-    return len(command.slots) // 8 if isinstance(command, Store | Load) else len(command.keys)
+    if isinstance(command, Cancel | Resize):
+        return int(isinstance(command, Resize))
+    return len(command.slots) // 8 if isinstance(command, Store | Load | Relocate) else len(command.keys)
 
 
 def packed(numbers: NDArray[np.int64]) -> bytes:
@@ -160,16 +180,21 @@ def ids(numbers: bytes) -> NDArray[np.int64]:
     return np.frombuffer(numbers, dtype="<i8")
 
 
-def encode(message: AnyMessage) -> bytes:
+def encode(message: Message) -> bytes:
     """As msgpack."""
     return msgspec.msgpack.encode(message)
 
 
 def decode(data: bytes) -> AnyMessage:
     """What was encoded. Raises ConfigError on another version, or on what is no message at all."""
+    return checked(data, _DECODER)
+
+
+def checked(data: bytes, decoder: msgspec.msgpack.Decoder[_M]) -> _M:
+    """`decode` for a decoder of other messages too."""
     try:
         version = msgspec.msgpack.decode(_VERSION_ONLY.decode(data).get("version", msgspec.Raw(b"\xc0")))
-        message = _DECODER.decode(data) if version == VERSION else None
+        message = decoder.decode(data) if version == VERSION else None
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"message: expected a command or an answer, got {len(data)} other bytes: {error}") from error
     if message is None:

@@ -68,7 +68,7 @@ def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     text = read_prompt(options.prompt_file)
     loaded = load_model(options.model, options.random_weights, device, console)
     prefix, rest = _tokens(loaded, text, options, device)
-    with torch.no_grad(), _repeatable_attention(device):
+    with torch.no_grad(), repeatable_attention(device):
         return _Demo(loaded, prefix, rest, options, device, console).run()
 
 
@@ -206,7 +206,7 @@ class _Demo:
         return time.perf_counter() - start
 
 
-def _repeatable_attention(device: torch.device) -> AbstractContextManager[object]:
+def repeatable_attention(device: torch.device) -> AbstractContextManager[object]:
     """On a GPU, attention kernels that give the same bits each time.
 
     cuDNN's did not: of five runs of one prompt that never left the pool, four differed in a few bytes (H200, torch

@@ -268,7 +268,7 @@ class Directory(Keeping):
     def idle(self) -> bool:
         """Whether no answer is due, and nothing waits for one."""
         with self._index.mutex:
-            return not (self._flights or self._lookups or self._waiting or self._outbox)
+            return not (self._flights or self._lookups or self._sizings or self._waiting or self._outbox)
 
     def commands(self) -> list[Command]:
         """Take what is to be done now, in an order that may be kept or not. Each is given out once."""
@@ -282,20 +282,29 @@ class Directory(Keeping):
         with self._working():
             if ack.id in self._lookups:
                 self._looked_up(ack)
+            elif ack.id in self._sizings:
+                self._sized(ack)
             elif ack.id in self._flights:
                 self._answer(self._flights[ack.id], ack)
             else:
                 self.late_answers += len(ack.statuses)
 
-    def lost(self) -> None:
+    def lost(self, *, memory: bool = False) -> None:
         """Whoever carried out the commands is gone: what it never answered has failed. Only then: a command that is
-        still being carried out owns its slots."""
+        still being carried out owns its slots. ``memory``: the host tier is gone with it, and nobody reaches the tiers
+        below: they are detached."""
         with self._working():
+            if memory:
+                self.forget(self._host.name)
+                for name in self.lower_tiers():
+                    self.detach(name)
             for flight in [*self._flights.values()]:
                 n = flight.pages.size
                 self._answer(flight, Ack(id=flight.command.id, statuses=bytes([ERROR]) * n, detail="nobody answers"))
             for _, command, _ in [*self._lookups.values()]:
                 self._looked_up(Ack(id=command.id, statuses=bytes([ERROR]) * len(command.keys)))
+            for number in [*self._sizings]:
+                self._sized(Ack(id=number, statuses=bytes([ERROR]), detail="nobody answers"))
 
     def figures(self) -> DirectoryFigures:
         """The state now."""
@@ -318,7 +327,7 @@ class Directory(Keeping):
                 tiers=tiers,
                 locks=self._index.locks,
                 pages_in_index=self._index.pages,
-                commands_under_way=len(self._flights) + len(self._lookups),
+                commands_under_way=len(self._flights) + len(self._lookups) + len(self._sizings),
                 late_answers=self.late_answers,
             )
 

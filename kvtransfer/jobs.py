@@ -88,14 +88,15 @@ class PrefixHit:
 
 
 class Job:
-    """A store, a load or a prefetch under way: a status for each of its pages ``first``, ``first + 1`` ...
+    """A store, a load or a prefetch under way: a status for each of its pages ``first``, ``first + 1`` ... A resize has
+    one status.
 
     number      of a load: its commands have it (`Load.load`)
     ids         of a load or a store: the device pages
     unverified  of a load: pages that are OK, but have no digests to compare; bad_layers: (page, layer) that differ
     """
 
-    def __init__(self, kind: Literal["store", "load", "prefetch"], first: int, pages: int) -> None:
+    def __init__(self, kind: Literal["store", "load", "prefetch", "resize"], first: int, pages: int) -> None:
         self.kind = kind
         self.first = first
         self.codes: NDArray[np.uint8] = np.full(pages, WAITING, dtype=np.uint8)

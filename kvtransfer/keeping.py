@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import INDEX_KINDS, Book, TierPlan
-from kvtransfer.commands import Scope
+from kvtransfer.commands import OK, Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Move, Segment, page_ids_of
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.jobs import Job, Move, Segment, page_ids_of
+from kvtransfer.kernels.errors import CapacityError, ConfigError
 from kvtransfer.moves import CANCELLED
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import Prefetching
@@ -106,9 +106,15 @@ class Keeping(Prefetching):
         with self._working():
             self._forget(self._book(tier))
 
-    def resize(self, tier: str, capacity_pages: int) -> None:
-        """Another capacity: a slots tier grows up to its `TierPlan.most_pages`, a tier by key takes any number and
-        gives up what is too much."""
+    def resize(self, tier: str, capacity_pages: int) -> Job:
+        """Another capacity, smaller or larger. The job is done when it holds; a later `resize` cancels it.
+
+        A tier by key takes any number, and gives up what is too much. The slots tier (up to `TierPlan.most_pages`)
+        grows once the mover has the memory. It shrinks from the highest slots down: what is too much is given up by its
+        policy, what is left there moves to other slots, and then the mover gives the memory back. That waits for what
+        holds more pages than there is room for; `tick` goes on with it. Pages that are held or under way are not lost.
+        """
+        job = Job("resize", 0, 1)
         with self._working():
             book = self._book(tier)
             if book.capacity is None or capacity_pages < 1:
@@ -116,14 +122,26 @@ class Keeping(Prefetching):
                     f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages}"
                 )
             if book.is_slots:
-                book.extents.grow(capacity_pages)
-            book.capacity = capacity_pages
-            self._make_room(book, 0)
+                if capacity_pages > book.extents.count:
+                    raise CapacityError(
+                        f"{tier}: expected at most most_pages={book.extents.count} pages, got {capacity_pages}"
+                    )
+                self._set_size(book, capacity_pages, job)
+            else:
+                book.capacity = capacity_pages
+                self._make_room(book, 0)
+                self._tell(job, np.zeros(1, dtype=np.int64), OK)
+            return job
 
     def capacity(self, tier: str) -> int | None:
         """Pages that a tier may have now; None: no limit that is known here."""
         with self._index.mutex:
             return self._book(tier).capacity
+
+    def lower_tiers(self) -> list[str]:
+        """Names of the tiers by key that are attached, fastest first."""
+        with self._index.mutex:
+            return [book.name for book in self._below if book.attached]
 
     def require_fits(self, host: str, host_most_pages: int, lower: Collection[str]) -> None:
         """Raise ConfigError unless this directory has just these tiers, beside a device tier: a host tier of this name
@@ -159,6 +177,7 @@ class Keeping(Prefetching):
                 self._index.tidy(node)
             for move in [*self._waiting]:
                 self._settle(move, move.pages, CANCELLED)
+            self._give_up_size(self._host)
 
     # --- keeping and forgetting
 
@@ -173,7 +192,8 @@ class Keeping(Prefetching):
             return pages
 
     def tick(self) -> None:
-        """Call it now and then: pins end, cold branches are pruned, a host tier above its watermark is cleared."""
+        """Call it now and then: pins end, cold branches are pruned, a host tier above its watermark is cleared, or
+        goes on shrinking."""
         with self._working():
             now = self._index.clock()
             ended = [node for until, node in self._pinned if until <= now]
@@ -181,6 +201,7 @@ class Keeping(Prefetching):
             for node in ended:
                 self._index.unlock(node)
                 self._index.tidy(node)
+            self._vacate(self._host)
             prune, host = self._prune, self._host
             if host.used - host.leaving > self._high * (host.capacity or 0):
                 self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))

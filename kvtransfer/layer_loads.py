@@ -52,22 +52,28 @@ class LayerLoads:
     """The loads that were submitted last, by number. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._handles: OrderedDict[int, list[TransferHandle]] = OrderedDict()
 
     def add(self, number: int, handle: TransferHandle) -> None:
         """One more transfer of a load."""
-        with self._lock:
+        with self._changed:
+            self._changed.notify_all()
             self._handles.setdefault(number, []).append(handle)
             while len(self._handles) > KEPT and all(h.done() for h in next(iter(self._handles.values()))):
                 self._handles.popitem(last=False)
 
-    def of(self, number: int) -> LayerLoad:
-        """All transfers of a load so far."""
-        with self._lock:
-            handles = tuple(self._handles.get(number, ()))
-        if not handles:
+    def of(self, number: int, pages: int = 1, timeout_s: float = 0.0) -> LayerLoad:
+        """All transfers of a load so far, once there are so many ``pages`` in them."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._of(number).pages >= pages, timeout_s)
+            found = self._of(number)
+        if found.pages < pages:
             raise TransferError(
-                f"load {number}: expected one that was submitted, of the last {KEPT}; wait until it has been"
+                f"load {number}: expected {pages} pages or more that have been submitted, of one of the last {KEPT} "
+                f"loads, got {found.pages} after {timeout_s:g} s"
             )
-        return LayerLoad(handles)
+        return found
+
+    def _of(self, number: int) -> LayerLoad:
+        return LayerLoad(tuple(self._handles.get(number, ())))

@@ -8,50 +8,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-from kvtransfer.commands import CODES, OK, Ack, Cancel, Command, Load, Store, ids, positions
+from kvtransfer.commands import CODES, OK, Ack, Cancel, Command, Load, Relocate, Resize, Store, ids, positions
 from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.callbacks import call_subscriber
-from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TransferCancelled, TransferError
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TransferCancelled
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.layer_loads import LayerLoad, LayerLoads
 from kvtransfer.lower_tier import KeyCommand, LowerTier
 from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
 from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
 from kvtransfer.tiers.deadlines import Deadlines
+from kvtransfer.tiers.host_size import resize_host
 from kvtransfer.tiers.keys import Shard
+from kvtransfer.under_way import CANCELLED, ERROR, Under, UnderWay
 
-MISS, CORRUPT, ERROR = CODES[PageStatus.MISS], CODES[PageStatus.CORRUPT], CODES[PageStatus.ERROR]
-CANCELLED = CODES[PageStatus.CANCELLED]
-_EARLY = 4096  # cancels that came before their commands, remembered
+CORRUPT = CODES[PageStatus.CORRUPT]
 GRACE_S = 2.0  # beyond a tier's own deadline, before it is asked to stop
-
-
-class _Stoppable(Protocol):
-    def cancel(self) -> bool: ...
-
-
-@dataclass(eq=False)
-class _Under:
-    """A command being carried out. ``handle`` is None until it has begun."""
-
-    command: Command
-    deadline: float | None = None
-    handle: _Stoppable | None = None
-    cancelled: bool = False
-    answered: bool = False
-    late: Callable[[_Under], object] = field(default=lambda under: None)
-
-    def expire(self) -> None:
-        """See `Deadlines`."""
-        self.late(self)
 
 
 class Mover:
@@ -69,7 +47,7 @@ class Mover:
         observer: told what the movements tell.
 
     Streams: a store or a load is fenced against all streams of the pool as they stand when `submit` is called; commands
-    that wait for room come later, and are fenced then. Give `answer` before the first command.
+    that wait for room come later, and are fenced then.
     """
 
     def __init__(
@@ -89,22 +67,28 @@ class Mover:
             raise ConfigError(f"mover: deadline_s: expected seconds above 0, got {deadline_s}")
         self.engine, self.host, self.host_name = engine, engine.host, host_name
         self.shard = Shard.whole(engine.pool.spec) if shard is None else shard
-        self.answer: Callable[[Ack], object] | None = None
         self._deadline_s, self._observer, self._make_tier = deadline_s, observer, make_tier
         self._in_flight, self._batch_pages = in_flight, batch_pages
-        self._changed = threading.Condition()
-        self._under: dict[int, _Under] = {}
-        self._early: OrderedDict[int, None] = OrderedDict()
+        self._lock = threading.Lock()
+        self._under = UnderWay()
         self._lower: dict[str, LowerTier] = {}
-        self._closing = False
         self._loads = LayerLoads()
         self._deadlines = Deadlines("mover", lambda: None)
-        # One thread begins what reads a lot of memory first, one tells: neither is an engine's or a tier's.
+        # One thread begins what reads a lot of memory first, one resizes: none is an engine's or a tier's.
         self._beginning = ThreadPoolExecutor(1, "kvtransfer-begins")
-        self._telling = ThreadPoolExecutor(1, "kvtransfer-tells")
-        self._teller: int | None = None
+        self._sizing = ThreadPoolExecutor(1, "kvtransfer-resizes")
+        self._tiers = threading.Lock()  # held while tiers are told of the host's memory
         for name, tier in (tiers or {}).items():
             self.attach(name, tier)
+
+    @property
+    def answer(self) -> Callable[[Ack], object] | None:
+        """Takes the answers, on a thread of the mover's. Set it before the first command."""
+        return self._under.answer
+
+    @answer.setter
+    def answer(self, answer: Callable[[Ack], object] | None) -> None:
+        self._under.answer = answer
 
     # --- commands
 
@@ -113,41 +97,34 @@ class Mover:
         raises for what becomes of them: that is in their answers, which come on a thread of the mover's."""
         for command in commands:
             if isinstance(command, Cancel):
-                self._cancel(command.command)
+                self._under.cancel(command.command)
+            elif (under := self._under.enter(command)) is None:
                 continue
-            under = _Under(command)
-            with self._changed:
-                if self._closing:
-                    refused = "the mover is closed"
-                elif command.id in self._early:
-                    refused, under.cancelled = "cancelled", True
-                    del self._early[command.id]
-                else:
-                    refused = ""
-                    self._under[command.id] = under
-            if refused:
-                self._tell(under, bytes([CANCELLED if under.cancelled else ERROR]) * positions(command), refused)
             elif isinstance(command, Store | Load):
                 self._transfer(under, command)
+            elif isinstance(command, Relocate | Resize):
+                thread = self._beginning if isinstance(command, Relocate) else self._sizing
+                thread.submit(call_subscriber, partial(self._on_host, under, command))
             else:
                 self._beginning.submit(call_subscriber, partial(self._begin, under, command))
 
-    def load(self, number: int) -> LayerLoad:
+    def load(self, number: int, *, pages: int = 1, timeout_s: float = 0.0) -> LayerLoad:
         """The parts of a load (`Load.load`) that have been submitted, to wait for its layers: for whoever launches the
-        forward. Raises TransferError if there is none, or if it is long since forgotten."""
-        return self._loads.of(number)
+        forward. Holds the caller until they are so many ``pages`` (`CacheLoad.await_submitted`), which may still be on
+        their way to this process. Raises TransferError if they are less then, or long since forgotten."""
+        return self._loads.of(number, pages, timeout_s)
 
     def is_own_thread(self) -> bool:
         """Whether the caller is on the thread that answers: it must not wait for what that thread has to tell."""
-        return self._teller == threading.get_ident()
+        return self._under.is_own_thread()
 
     # --- tiers
 
     def attach(self, name: str, tier: Tier | Mapping[str, Any]) -> TierFacts:
         """Take commands for one more tier. Blocks until it knows the host's memory. Options instead of a tier: it is
         made here, and closed at `detach` or `close`."""
-        with self._changed:
-            if name in self._lower or name == self.host_name or self._closing:
+        with self._lock:
+            if name in self._lower or name == self.host_name or self._under.closing:
                 raise ConfigError(f"attach: expected a mover that is open and has no tier {name!r} yet")
         owned = not isinstance(tier, Tier)
         if not isinstance(tier, Tier):
@@ -156,39 +133,42 @@ class Mover:
                     f"attach: expected a mover with make_tier for the options of {name!r}, got one without"
                 )
             tier = self._make_tier(name, tier)
-        try:
-            lower = LowerTier(
-                tier,
-                self.host,
-                self.shard,
-                deadline_s=self._deadline_s,
-                in_flight=self._in_flight,
-                batch_pages=self._batch_pages,
-                owned=owned,
-                observer=self._observer,
-            )
-        except BaseException:
-            if owned:
-                tier.close(drain=False)
-            raise
-        with self._changed:
-            self._lower[name] = lower
+        with self._tiers:
+            try:
+                lower = LowerTier(
+                    tier,
+                    self.host,
+                    self.shard,
+                    deadline_s=self._deadline_s,
+                    in_flight=self._in_flight,
+                    batch_pages=self._batch_pages,
+                    owned=owned,
+                    observer=self._observer,
+                )
+            except BaseException:
+                if owned:
+                    tier.close(drain=False)
+                raise
+            with self._lock:
+                self._lower[name] = lower
         return self._facts_of(tier)
 
     def detach(self, name: str, *, drain: bool = False, timeout_s: float = 60.0) -> None:
         """Take no more commands for a tier, finish or cancel those under way, and let go of it."""
-        with self._changed:
-            lower = self._lower.pop(name, None)
-        if lower is None:
-            raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
-        lower.close(drain=drain, timeout_s=timeout_s)
+        with self._tiers:
+            with self._lock:
+                lower = self._lower.pop(name, None)
+            if lower is None:
+                raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
+            lower.close(drain=drain, timeout_s=timeout_s)
 
     def facts(self) -> MoverFacts:
         """What a directory has to know of the memory here."""
         spec, pool = self.engine.pool.spec, self.engine.pool
-        with self._changed:
+        with self._lock:
             tiers = {name: self._facts_of(lower.tier) for name, lower in self._lower.items()}
         return MoverFacts(
+            spec=spec.canonical(),
             page_size=spec.page_size,
             num_layers=spec.num_layers,
             page_bytes=spec.page_bytes,
@@ -196,12 +176,13 @@ class Mover:
             host_name=self.host_name,
             host_pages=self.host.ready_slots,
             host_most_pages=self.host.num_slots,
+            host_grows=self.host.grows,
             tiers=tiers,
         )
 
     def stats(self) -> dict[str, TierState]:
         """The lower tiers' own figures, by name. Never waits for them."""
-        with self._changed:
+        with self._lock:
             lower = dict(self._lower)
         return {name: TierState.of(one.tier.stats()) for name, one in lower.items()}
 
@@ -214,20 +195,19 @@ class Mover:
         Raises DeadlineExceeded when the time is up: what is under way then is answered when it ends.
         """
         until = time.monotonic() + timeout_s
-        with self._changed:
-            self._closing = True
-            under = [*self._under.values()]
-        for one in under if not drain else ():
-            self._cancel(one.command.id)
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._under, timeout_s):
-                raise DeadlineExceeded(f"mover: close: {len(self._under)} commands had no end after {timeout_s:g} s")
+        self._under.refuse_more()
+        if not drain:
+            self._under.cancel_all()
+        if left := self._under.wait_empty(timeout_s):
+            raise DeadlineExceeded(f"mover: close: {left} commands had no end after {timeout_s:g} s")
+        with self._lock:
             lower, self._lower = self._lower, {}
         for below in lower.values():
             below.close(drain=drain, timeout_s=max(0.1, until - time.monotonic()))
         self._deadlines.close()
         self._beginning.shutdown()
-        self._telling.shutdown(wait=not self.is_own_thread())
+        self._sizing.shutdown()
+        self._under.close()
 
     def __enter__(self) -> Mover:
         return self
@@ -241,9 +221,10 @@ class Mover:
         stats = tier.stats()
         record_bytes = self.host.slot_bytes + self.host.trailer_bytes
         capacity = stats.capacity_bytes // record_bytes if stats.capacity_bytes and not tier.shared else None
-        return TierFacts(shared=tier.shared, capacity_pages=capacity, pages=stats.pages)
+        folders = getattr(tier, "folders", None)  # a disk's
+        return TierFacts(tier.shared, capacity, stats.pages, folders[0] if folders else "")
 
-    def _transfer(self, under: _Under, command: Store | Load) -> None:
+    def _transfer(self, under: Under, command: Store | Load) -> None:
         """Begin a transfer of the engine, on the caller's thread: its fences are recorded now."""
         slots, pages = ids(command.slots), ids(command.pages)
         try:
@@ -256,12 +237,12 @@ class Mover:
                 self.host.trailers[slots, :8] = 0  # no header: what the slot holds is of another page from now on
                 handle = self.engine.store(pages, slots)
         except Exception as error:  # kept: it is what became of the command
-            self._end(under, bytes([ERROR]) * slots.size, _said(error))
+            self._under.end(under, bytes([ERROR]) * slots.size, _said(error))
             return
-        self._begun(under, handle)
-        handle.add_done_callback(lambda ended: self._later(partial(self._transferred, under, ended)))
+        self._under.begun(under, handle)
+        handle.add_done_callback(lambda ended: self._under.later(partial(self._transferred, under, ended)))
 
-    def _transferred(self, under: _Under, handle: TransferHandle) -> None:
+    def _transferred(self, under: Under, handle: TransferHandle) -> None:
         """On the telling thread: a transfer has ended."""
         pages = positions(under.command)
         is_load = isinstance(under.command, Load)
@@ -278,21 +259,40 @@ class Mover:
                 verdict = None  # it is ``error``
         if error is None:
             unverified = verdict.unverified_pages if verdict is not None else ()
-            self._end(under, bytes([OK]) * pages, unverified=unverified)
+            self._under.end(under, bytes([OK]) * pages, unverified=unverified)
         elif verdict is not None:  # all has landed, and some does not verify
             codes = bytearray([OK]) * pages
             for position in verdict.bad_pages:
                 codes[position] = CORRUPT
             unverified = tuple(p for p in verdict.unverified_pages if codes[p] == OK)
-            self._end(under, bytes(codes), str(error), unverified, verdict.bad_layers)
+            self._under.end(under, bytes(codes), str(error), unverified, verdict.bad_layers)
         else:  # what has landed was not compared: of no use
             status = CANCELLED if isinstance(error, TransferCancelled) else ERROR
-            self._end(under, bytes([status]) * pages, str(error))
+            self._under.end(under, bytes([status]) * pages, str(error))
 
-    def _begin(self, under: _Under, command: KeyCommand) -> None:
+    def _on_host(self, under: Under, command: Relocate | Resize) -> None:
+        """Copy slots within the host tier, or give it another size: on a thread that may take its time."""
+        code, said = OK, ""
+        try:
+            if command.tier != self.host_name:
+                raise ConfigError(f"expected the host tier {self.host_name!r}, got {command.tier!r}")
+            if under.cancelled:
+                raise TransferCancelled("cancelled before it was begun")
+            if isinstance(command, Relocate):
+                self.host.copy(ids(command.read), ids(command.slots))
+            else:
+                with self._tiers:
+                    with self._lock:
+                        tiers = [lower.tier for lower in self._lower.values()]
+                    resize_host(self.host, command.capacity_pages, tiers)
+        except Exception as error:  # kept: it is what became of the command
+            code, said = CANCELLED if isinstance(error, TransferCancelled) else ERROR, _said(error)
+        self._under.end(under, bytes([code]) * positions(command), said)
+
+    def _begin(self, under: Under, command: KeyCommand) -> None:
         """On the beginning thread: ask a lower tier."""
         name = command.source if hasattr(command, "source") and command.tier == self.host_name else command.tier
-        with self._changed:
+        with self._lock:
             lower = self._lower.get(name)
             cancelled = under.cancelled
         try:
@@ -303,89 +303,24 @@ class Mover:
             handle = lower.begin(command)
         except Exception as error:  # kept: it is what became of the command
             status = CANCELLED if isinstance(error, TransferCancelled) else ERROR
-            self._end(under, bytes([status]) * positions(command), _said(error))
+            self._under.end(under, bytes([status]) * positions(command), _said(error))
             return
         under.deadline, under.late = time.monotonic() + self._deadline_s + GRACE_S, self._late
-        self._begun(under, handle)
+        self._under.begun(under, handle)
         self._deadlines.watch(under)
-        handle.add_done_callback(lambda ended: self._later(partial(self._judge, lower, under, command, ended)))
+        handle.add_done_callback(lambda ended: self._under.later(partial(self._judge, lower, under, command, ended)))
 
-    def _judge(self, lower: LowerTier, under: _Under, command: KeyCommand, handle: TierHandle) -> None:
+    def _judge(self, lower: LowerTier, under: Under, command: KeyCommand, handle: TierHandle) -> None:
         """On the telling thread: a tier has answered."""
-        self._end(under, *lower.judge(command, handle))
+        self._under.end(under, *lower.judge(command, handle))
 
-    def _late(self, under: _Under) -> None:
+    def _late(self, under: Under) -> None:
         """A tier has not kept its deadline: ask it to stop. Where it holds no buffers, it is not waited for."""
         assert under.handle is not None
         under.handle.cancel()
         if not hasattr(under.command, "slots"):
             codes = bytes([ERROR]) * positions(under.command)
-            self._later(partial(self._end, under, codes, f"no answer after {self._deadline_s:g} s"))
-
-    def _begun(self, under: _Under, handle: _Stoppable) -> None:
-        with self._changed:
-            under.handle = handle
-            cancelled = under.cancelled
-        if cancelled:
-            handle.cancel()
-
-    def _cancel(self, number: int) -> None:
-        """Ask a command to stop. One that is unknown has ended, or is yet to come."""
-        with self._changed:
-            under = self._under.get(number)
-            if under is None:
-                self._early[number] = None
-                while len(self._early) > _EARLY:
-                    self._early.popitem(last=False)
-                return
-            under.cancelled = True
-            handle = under.handle
-        if handle is not None:
-            handle.cancel()
-
-    def _end(
-        self,
-        under: _Under,
-        codes: bytes,
-        detail: str = "",
-        unverified: tuple[int, ...] = (),
-        bad_layers: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        """Answer a command, once."""
-        with self._changed:
-            if under.answered:
-                return
-            under.answered = True
-        self._tell(under, codes, detail, unverified, bad_layers)
-
-    def _tell(
-        self,
-        under: _Under,
-        codes: bytes,
-        detail: str = "",
-        unverified: tuple[int, ...] = (),
-        bad_layers: tuple[tuple[int, int], ...] = (),
-    ) -> None:
-        ack = Ack(id=under.command.id, statuses=codes, detail=detail, unverified=unverified, bad_layers=bad_layers)
-        self._later(partial(self._say, ack))
-
-    def _later(self, work: Callable[[], object]) -> None:
-        """On the telling thread; once that has ended, at once."""
-        try:
-            self._telling.submit(call_subscriber, work)
-        except RuntimeError:  # it takes no more
-            call_subscriber(work)
-
-    def _say(self, ack: Ack) -> None:
-        self._teller = threading.get_ident()
-        try:
-            if self.answer is None:
-                raise TransferError(f"mover: nobody takes answers: command {ack.id} has one")
-            self.answer(ack)
-        finally:
-            with self._changed:
-                self._under.pop(ack.id, None)
-                self._changed.notify_all()
+            self._under.later(partial(self._under.end, under, codes, f"no answer after {self._deadline_s:g} s"))
 
 
 def _said(error: Exception) -> str:

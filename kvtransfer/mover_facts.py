@@ -13,16 +13,20 @@ class TierFacts(msgspec.Struct, frozen=True):
     shared          others write there too
     capacity_pages  None: it has no limit of its own, or it is not known
     pages           there at the time of asking
+    folder          of this process, that what belongs to the tier may lie in; "" where it has none
     """
 
     shared: bool
     capacity_pages: int | None
     pages: int
+    folder: str = ""
 
 
 class MoverFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """``host_pages`` of the host tier can be used now; it may grow to ``host_most_pages``."""
+    """``spec`` is the canonical text of what a page holds here. ``host_pages`` of the host tier can be used now; it may
+    be given up to ``host_most_pages``, and ``host_grows`` by itself now."""
 
+    spec: str
     page_size: int
     num_layers: int
     page_bytes: int
@@ -30,6 +34,7 @@ class MoverFacts(msgspec.Struct, frozen=True, kw_only=True):
     host_name: str
     host_pages: int
     host_most_pages: int
+    host_grows: bool
     tiers: dict[str, TierFacts]
 
 

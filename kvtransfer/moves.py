@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import Book
-from kvtransfer.commands import CODES, OK, WAITING, Cancel, Command, Demote, Load, Promote, Store, packed
+from kvtransfer.commands import CODES, OK, WAITING, Cancel, Command, Demote, Load, Promote, Resize, Store, packed
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Flight, Job, Move
 from kvtransfer.radix import Match
@@ -38,6 +38,7 @@ class Moves(Room):
         super().__init__(index, books, evict_extra)
         self._host = host
         self._window = window
+        self._sizings: dict[int, tuple[Book, Resize]] = {}  # by command; see resizing.py
         self._waiting: list[Move] = []  # with pages that are not under way
         self._ended: list[Job] = []
         self._depth = 0
@@ -80,7 +81,7 @@ class Moves(Room):
             changed = [self._advance(move) for move in [*self._waiting]]
             if any(changed):
                 continue
-            if self._flights:
+            if self._flights or self._sizings:
                 return
             going = [move for move in self._waiting if move.for_eviction]  # their pages make room for the others
             for move in going or [*self._waiting]:

@@ -7,7 +7,6 @@ from collections.abc import Hashable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.answers import Answers
 from kvtransfer.books import Book
 from kvtransfer.commands import OK, WAITING, Ack, Lookup, Scope
 from kvtransfer.index import PrefixIndex
@@ -15,6 +14,7 @@ from kvtransfer.jobs import Job, Move
 from kvtransfer.moves import CANCELLED, MISS
 from kvtransfer.policy import Prefetch
 from kvtransfer.radix import Match
+from kvtransfer.resizing import Resizing
 from kvtransfer.room import BATCH_PAGES
 from kvtransfer.tiers.keys import page_keys
 from kvtransfer.tree import ABSENT
@@ -41,7 +41,7 @@ class PrefetchJob(Job):
         self.found: dict[str, NDArray[np.uint8]] = {}  # by tier: statuses of the pages from `known` on
 
 
-class Prefetching(Answers):
+class Prefetching(Resizing):
     """The part of a `Directory` that prefetches."""
 
     def __init__(

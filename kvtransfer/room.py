@@ -65,10 +65,11 @@ class Room(ABC):
         and of that path those that a lower tier has. Some may go only after an answer."""
         if book.free is None:
             return wanted
-        short = wanted - book.free - book.leaving
-        if short > 0:
+        while (short := wanted - book.free - book.leaving) > 0:
             extra = int(self._evict_extra * (book.capacity or 0))
-            self._evict(book, short + extra, own)
+            gone = self._evict(book, short + extra, own)
+            if not (book.is_slots and (gone >= book.extents.ready).any()):
+                break  # what went from slots that are to go made no room: look for more
         return max(0, min(wanted, book.free))
 
     def _evict(self, book: Book, wanted: int, own: Node | None = None) -> Ids:

@@ -4,13 +4,17 @@ one process and with the mover in a process of its own."""
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import pytest
 import torch
 from directory_helpers import check_directory
 from engine_helpers import GUARD, LIMIT_S, Bytes, Ids, page_bytes, put_pages, random_bytes, until
@@ -28,20 +32,24 @@ from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.mover import Mover
 from kvtransfer.policy import Prefetch
 from kvtransfer.pool import KVPool
+from kvtransfer.remote_mover import start_mover
 from kvtransfer.tier_build import TierMaker
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.batch import Verb
 from kvtransfer.tiers.faulty import Fault, FaultyTier
 from kvtransfer.tiers.host import HostTier
-from kvtransfer.tiers.keys import Namespace
+from kvtransfer.tiers.keys import Namespace, token_bytes
+from kvtransfer.tiers.memory_tier import MemoryTier
+from kvtransfer.tiers.record import decode
 
 Form = Literal["one process", "two processes"]
-FORMS: tuple[Form, ...] = ("one process",)
+FORMS: tuple[Form, ...] = ("one process", "two processes")
 SMALL = KVSpec.attention(
     num_layers=3, page_size=3, kv_heads=2, head_dim=5, itemsize=1, v_head_dim=3
 )  # 144 bytes a page
 ODD = KVSpec.attention(num_layers=2, page_size=5, kv_heads=3, head_dim=67, itemsize=2)
 SPACE = Scope(Namespace.of(SMALL, model="a model", kv_dtype="uint8").digest(), b"a salt")
+MEMORY: dict[str, Any] = {"kind": "memory", "cache_gb": 0.01}
 RECORD_BYTES = 8192  # of `SMALL`, in a tier
 
 
@@ -56,6 +64,7 @@ class Recipe:
     slots: int = 32
     lower: dict[str, dict[str, Any]] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    host: dict[str, Any] = field(default_factory=dict)
     mover: dict[str, Any] = field(default_factory=dict)
     space: Scope = SPACE
 
@@ -67,18 +76,30 @@ class Recipe:
         return [(self.folder / f"pool.{n}", size) for n, size in enumerate(self.declared.buffer_bytes)]
 
 
+class Gate(threading.Event):
+    """Counts who comes to it."""
+
+    reached = 0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.reached += 1
+        return super().wait(timeout)
+
+
 class Parts:
     """The mover's half, in whatever process it is: its public methods are called from there or from the other one."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.delays, self.gates = Delays(), list[threading.Event]()
+        self.delays, self.gates = Delays(), list[Gate]()
         buffers = []
         for file, size in recipe.files():
             whole = torch.from_file(str(file), shared=True, size=size + 2 * GUARD, dtype=torch.uint8)
             buffers.append(whole[GUARD : GUARD + size])
         self.pool = KVPool(recipe.declared, buffers)
-        self.host = HostTier(recipe.spec, capacity_pages=recipe.slots, pin=False, huge_pages=False, threads=1)
+        self.host = HostTier(
+            recipe.spec, capacity_pages=recipe.slots, pin=False, huge_pages=False, threads=1, **recipe.host
+        )
         self.host.payload.copy_(torch.from_numpy(random_bytes(np.random.default_rng(), self.host.payload.numel())))
         self.engine = TransferEngine(self.pool, self.host, delays=self.delays, **recipe.engine)
         self.maker = TierMaker(recipe.spec, recipe.space.namespace)
@@ -122,13 +143,20 @@ class Parts:
 
     def hold(self, lane: str = "") -> None:
         """Shut the engine's lanes whose name begins so, until `let_go`."""
-        self.gates.append(self.delays.gate(lane))
+        gate = Gate()
+        self.gates.append(gate)
+        self.delays.set(lane, gate)
+
+    def held(self) -> int:
+        """Steps that have come to a gate since the last `let_go`."""
+        return sum(gate.reached for gate in self.gates)
 
     def let_go(self) -> None:
         self.delays.clear("copy_in")
         self.delays.clear("copy_out")
         self.delays.clear("")
-        for gate in self.gates:
+        gates, self.gates = self.gates, []
+        for gate in gates:
             gate.set()
 
     def spoil_slots(self, times: int = 1) -> list[int]:
@@ -140,8 +168,22 @@ class Parts:
         rows[stored, 7] ^= 1
         return [int(slot) for slot in stored]
 
+    def change_tokens(self, tier: str, page: int, tokens: list[int]) -> int:
+        """In the memory tier, a record of this page with one other token, whole in every other respect. How many."""
+        size, changed = self.recipe.spec.page_size, 0
+        asked = bytes(token_bytes(tokens[page * size : (page + 1) * size]))
+        inner = self.tiers[tier].inner
+        assert isinstance(inner, MemoryTier)
+        for record in inner._pages.values():
+            trailer = record[-self.host.trailer_bytes :]
+            header = decode(trailer)
+            if header.tokens == asked:
+                replace(header, tokens=bytes([asked[0] ^ 1]) + asked[1:]).encode_into(trailer)
+                changed += 1
+        return changed
+
     def wait_layer(self, number: int, layer: int) -> None:
-        self.mover.load(number).wait_layer(layer)
+        self.mover.load(number, timeout_s=LIMIT_S).wait_layer(layer)
 
     def busy(self) -> tuple[int, int]:
         """Pages and slots under a transfer."""
@@ -201,11 +243,27 @@ class Rig:
         )
 
     def _start(self) -> Any:
-        self.parts = Parts(self.recipe)
-        return self.parts.mover
+        self.parts: Parts | None = None
+        if self.form == "one process":
+            self.parts = Parts(self.recipe)
+            return self.parts.mover
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "cache_helpers", "kvtransfer.tiers.disk"])
+        self.control, theirs = context.Pipe()
+        remote = start_mover(make_parts, self.recipe, theirs, context=context)
+        theirs.close()
+        return remote
 
     def do(self, verb: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.parts, verb)(*arguments, **named)
+        """A method of `Parts`, there."""
+        if self.parts is not None:
+            return getattr(self.parts, verb)(*arguments, **named)
+        self.control.send((verb, arguments, named))
+        assert self.control.poll(LIMIT_S), f"{verb} had no answer"
+        good, value = self.control.recv()
+        if not good:
+            raise value
+        return value
 
     def wait_layer(self, load: CacheLoad, layer: int) -> None:
         """Where the forward is: in the mover's process."""
@@ -235,8 +293,11 @@ class Rig:
     def write(self, pages: Sequence[int]) -> Bytes:
         """New bytes in device pages, as a forward would. Returns them."""
         rows = random_bytes(self.rng, len(pages), self.spec.page_bytes)
-        put_pages(self.layout, self.buffers, np.asarray(pages, dtype=np.int64), rows)
+        self.put(pages, rows)
         return rows
+
+    def put(self, pages: Sequence[int], rows: Bytes) -> None:
+        put_pages(self.layout, self.buffers, np.asarray(pages, dtype=np.int64), rows)
 
     def read(self, pages: Sequence[int] | Ids) -> Bytes:
         return page_bytes(self.layout, self.buffers, np.asarray(pages, dtype=np.int64))
@@ -281,29 +342,90 @@ class Rig:
         """Until nothing is under way."""
         until(lambda: self.directory.idle, "nothing under way")
 
-    def check(self) -> None:
-        """Books agree, no lock is left, guards are as they were."""
-        self.settle()
+    def release(self, tier: str) -> None:
+        """Let stalled calls of a tier go on, until nothing is under way."""
+
+        def idle() -> bool:
+            self.do("release", tier)
+            return self.directory.idle
+
+        until(idle, "nothing under way")
+
+    def settle_all(self) -> None:
+        """`settle`, with every gate and every stalled tier let go."""
+
+        def idle() -> bool:
+            self.do("let_go")
+            for name in self.recipe.lower:
+                self.do("release", name)
+            return self.directory.idle and not self.cache._active
+
+        until(idle, "nothing under way")
+
+    def end_pins(self) -> None:
+        def ended() -> bool:
+            self.cache.tick()
+            return not self.directory._pinned
+
+        until(ended, "pins end")
+
+    def check_books(self) -> None:
+        """Books agree, guards are as they were."""
         check_directory(self.directory)
-        assert self.directory.index.locks == 0
-        assert all(not node.locks for node in self.directory.index.nodes())
-        assert self.do("busy") == (0, 0)
-        assert not self.cache._active and not self.cache._sent and not self.cache._fetching
         for old, new in zip(self.guards, self.whole, strict=True):
             for part in (slice(GUARD), slice(-GUARD, None)):
                 assert np.array_equal(old[part], new[part]), "a guard was written"
 
+    def check(self) -> None:
+        """And no lock is left, nor anything under a transfer."""
+        self.settle()
+        self.check_books()
+        assert self.directory.index.locks == 0
+        assert all(not node.locks for node in self.directory.index.nodes())
+        assert self.do("busy") == (0, 0)
+        assert not self.cache._active and not self.cache._sent and not self.cache._fetching
+
     def close(self) -> None:
-        self.do("let_go")
-        for name in self.recipe.lower:
-            self.do("release", name)
+        try:
+            self.do("let_go")
+            for name in self.recipe.lower:
+                self.do("release", name)
+        except (OSError, EOFError):
+            pass  # its process was ended by the test
         try:
             self.cache.close(drain=False, timeout_s=LIMIT_S)
         finally:
             self._end()
 
     def _end(self) -> None:
-        self.parts.close()
+        if self.parts is not None:
+            self.parts.close()
+        else:
+            self.control.close()
+
+
+@contextmanager
+def make_parts(recipe: Recipe, control: Connection) -> Iterator[Mover]:
+    """In the mover's process: parts that do what comes over ``control``."""
+    torch.set_num_threads(1)
+    parts = Parts(recipe)
+
+    def obey() -> None:
+        while True:
+            try:
+                verb, arguments, named = control.recv()
+            except (EOFError, OSError):
+                return
+            try:
+                control.send((True, getattr(parts, verb)(*arguments, **named)))
+            except Exception as error:
+                control.send((False, error))
+
+    threading.Thread(target=obey, daemon=True).start()
+    try:
+        yield parts.mover
+    finally:
+        parts.close()
 
 
 def hit_pages(rig: Rig, tokens: Sequence[int], **more: Any) -> int:
@@ -311,6 +433,37 @@ def hit_pages(rig: Rig, tokens: Sequence[int], **more: Any) -> int:
         return hit.pages
 
 
-def chained(calls: Sequence[Callable[[], object]]) -> None:
-    for call in calls:
-        call()
+class MakeRig(Protocol):
+    def __call__(self, **more: Any) -> Rig: ...
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    chosen: Form = request.param
+    return chosen
+
+
+@pytest.fixture
+def make(form: Form, tmp_path: Path) -> Iterator[MakeRig]:
+    """Makes rigs of this form; checks and closes each at the end."""
+    rigs: list[Rig] = []
+
+    def make_rig(**more: Any) -> Rig:
+        folder = tmp_path / f"rig{len(rigs)}"
+        folder.mkdir()
+        rigs.append(Rig(form, folder, **more))
+        return rigs[-1]
+
+    try:
+        yield make_rig
+        for rig in rigs:
+            if not rig.cache._closed:
+                rig.do("let_go")
+                rig.check()
+    finally:
+        for rig in rigs:
+            rig.close()
+
+
+def disk(folder: Path, pages: int = 500) -> dict[str, Any]:
+    return {"kind": "disk", "paths": [str(folder)], "pages": pages, "disk_share": 1.0}

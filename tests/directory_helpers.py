@@ -20,6 +20,8 @@ from kvtransfer.commands import (
     Load,
     Lookup,
     Promote,
+    Relocate,
+    Resize,
     Scope,
     Store,
     decode,
@@ -61,6 +63,7 @@ class Memory:
     under: dict[int, Under] = field(default_factory=dict)
     seen: list[Command] = field(default_factory=list)
     next_page: int = 0
+    slots: int | None = None  # that have memory; None: not looked at
 
     def fill(self, tokens: Iterable[int], scope: Scope = Scope(), first: int = 0) -> list[int]:  # noqa: B008
         """New device pages that hold what a forward over ``tokens`` would have written."""
@@ -87,16 +90,29 @@ class Memory:
                 continue
             assert command.id not in self.under
             self.under[command.id] = Under(command, list(range(positions(command))))
-            if isinstance(command, Store | Promote):
+            if isinstance(command, Store | Promote | Relocate):
                 slots = ids(command.slots).tolist()
-                assert len(set(slots)) == len(slots)
+                assert len(set(slots)) == len(slots) and (self.slots is None or max(slots) < self.slots)
                 taken = {s for u in self.under.values() for s in self._uses(u) if u.command is not command}
                 assert not taken & set(slots), f"{command} writes slots that {taken & set(slots)} are still used"
                 self.host |= dict.fromkeys(slots, command.id)
+            if isinstance(command, Resize):
+                self._let_go(command)
         self.seen += out
         return out
 
+    def _let_go(self, command: Resize) -> None:
+        """Memory goes as soon as it is asked: nothing may be there that anybody uses, now or later."""
+        used = {s for u in self.under.values() for s in self._uses(u)}
+        assert all(slot < command.capacity_pages for slot in used), f"{command} of slots in {used}"
+        self.host = {slot: held for slot, held in self.host.items() if slot < command.capacity_pages}
+        if self.slots is not None:
+            self.slots = min(self.slots, command.capacity_pages)
+
     def _uses(self, under: Under) -> list[int]:
+        if isinstance(under.command, Relocate):
+            both = [ids(numbers)[under.left] for numbers in (under.command.read, under.command.slots)]
+            return [int(slot) for slot in np.concatenate(both)]
         if isinstance(under.command, Store | Load | Promote | Demote):
             slots: list[int] = ids(under.command.slots)[under.left].tolist()
             return slots
@@ -126,6 +142,16 @@ class Memory:
                 return status if status is not GOOD or key in self.stored else LOST
             if status is GOOD and self.stored.pop(key, None) is None:
                 return LOST
+            return status
+        if isinstance(command, Resize):
+            if status is GOOD and self.slots is not None:
+                self.slots = command.capacity_pages
+            return status
+        if isinstance(command, Relocate):
+            held, slot = self.host[int(ids(command.read)[at])], int(ids(command.slots)[at])
+            assert not isinstance(held, int) and self.host[slot] == command.id
+            if status is GOOD:
+                self.host[slot] = held
             return status
         assert not isinstance(command, Cancel)
         slot = int(ids(command.slots)[at])
@@ -158,8 +184,9 @@ class Memory:
     def drain(
         self, directory: Directory, status: Callable[[Command], PageStatus] = lambda command: GOOD, limit: int = 200
     ) -> None:
-        """Carry out everything, in order, until nothing is left."""
-        for _ in range(limit):
+        """Carry out everything, in order, until nothing is left. A full tier may move a page a round."""
+        waiting = sum(move.pages.size for move in directory._waiting)
+        for _ in range(limit + waiting):
             self.take(directory)
             if not self.under:
                 return
@@ -191,11 +218,16 @@ def check_directory(directory: Directory) -> None:
         here, coming = codes[codes >= 0], pending(codes[codes < ABSENT])
         if book.is_slots:
             doomed = np.flatnonzero(book._doomed)
-            used = np.concatenate((here, coming, doomed))
+            moving = [f.slots[~f.answered] for f in flights if isinstance(f.command, Relocate)]
+            used = np.concatenate((here, coming, doomed, *moving))
             assert np.unique(used).size == used.size, "one slot for two pages"
             taken = np.flatnonzero(book.extents._taken)
             assert sorted(used.tolist()) == taken.tolist()
-            assert book.used == taken.size and book.extents.free_slots == book.extents.ready - taken.size
+            ready = book.extents.ready
+            below = int((taken < ready).sum())
+            assert book.used == taken.size and book.extents.free_slots == ready - below == book.free
+            assert book.extents.leaving == taken.size - below and book.capacity == ready <= book.memory
+            assert book.sizing is not None or (taken.size == below and book.goal == book.memory == ready)
             readers = np.zeros_like(book.readers)
             for flight in flights:
                 if flight.read.size and flight.source == book.name:
@@ -203,12 +235,14 @@ def check_directory(directory: Directory) -> None:
             assert (readers == book.readers).all() and (book.readers[doomed] > 0).all()
         else:
             assert book.used == (here.size + coming.size if book.plan.kind != "shared" else 0)
-        assert book.capacity is None or book.used <= book.capacity or book.by_key
+        assert book.capacity is None or book.used <= book.capacity or book.by_key or book.sizing is not None
         assert book.leaving >= 0
-        if not flights and not directory._waiting:
+        if not flights and not directory._waiting and not directory._sizings:
             assert book.leaving == 0
+    relocations = [f for f in flights if isinstance(f.command, Relocate)]
+    assert sum(book.relocations for book in directory._books.values()) == len(relocations)
     if not flights:
-        assert not directory._waiting
+        assert not directory._waiting or directory._sizings  # a tier that grows may bring room
         assert all(not any(node.due) for node in index.nodes())
     pins = sum(node.pins for node in index.nodes())
     under_way = {id(f.move): f.move for f in flights if f.move is not None}

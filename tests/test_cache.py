@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import FORMS, ODD, Form, Rig, hit_pages
+from cache_helpers import MEMORY, ODD, MakeRig, disk, form, hit_pages, make  # noqa: F401
 from engine_helpers import EVEN, HYBRID, LATENT, LIMIT_S, TINY, TOKEN
-
-from kvtransfer.tiers.base import PageStatus
-
-OK, MISS, CORRUPT = PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT
-ERROR, CANCELLED, NO_ROOM = PageStatus.ERROR, PageStatus.CANCELLED, PageStatus.NO_ROOM
-MEMORY: dict[str, Any] = {"kind": "memory", "cache_gb": 0.01}
-
-
-class MakeRig(Protocol):
-    def __call__(self, **more: Any) -> Rig: ...
-
-
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest) -> Form:
-    chosen: Form = request.param
-    return chosen
-
-
-@pytest.fixture
-def make(form: Form, tmp_path: Path) -> Iterator[MakeRig]:
-    """Makes rigs of this form; checks and closes each at the end."""
-    rigs: list[Rig] = []
-
-    def make_rig(**more: Any) -> Rig:
-        folder = tmp_path / f"rig{len(rigs)}"
-        folder.mkdir()
-        rigs.append(Rig(form, folder, **more))
-        return rigs[-1]
-
-    try:
-        yield make_rig
-        for rig in rigs:
-            if not rig.cache._closed:
-                rig.do("let_go")
-                rig.check()
-    finally:
-        for rig in rigs:
-            rig.close()
-
-
-def disk(folder: Path, pages: int = 500) -> dict[str, Any]:
-    return {"kind": "disk", "paths": [str(folder)], "pages": pages, "disk_share": 1.0}
-
 
 KINDS = [
     pytest.param(spec, layout, id=f"{name}-{layout}")
@@ -66,7 +22,7 @@ KINDS += [
 
 
 @pytest.mark.parametrize(("spec", "layout"), KINDS)
-def test_bytes_come_back_from_every_tier(make: MakeRig, tmp_path: Path, spec: Any, layout: str) -> None:
+def test_bytes_come_back_from_every_tier(make: MakeRig, tmp_path: Path, spec: Any, layout: str) -> None:  # noqa: F811
     rig = make(spec=spec, layout=layout, lower={"disk": disk(tmp_path / "disk")})
     tokens = rig.tokens(7)
     rows = rig.stored(tokens)
@@ -81,7 +37,7 @@ def test_bytes_come_back_from_every_tier(make: MakeRig, tmp_path: Path, spec: An
     assert np.array_equal(rig.loaded(tokens[: 3 * rig.page_size + rig.page_size - 1]), rows[:3])
 
 
-def test_a_prefix_is_shared_and_only_what_lacks_is_written(make: MakeRig) -> None:
+def test_a_prefix_is_shared_and_only_what_lacks_is_written(make: MakeRig) -> None:  # noqa: F811
     rig = make(lower={"far": MEMORY})
     trunk = rig.tokens(4, rest=0)
     rows = rig.stored(trunk)
@@ -101,7 +57,7 @@ def test_a_prefix_is_shared_and_only_what_lacks_is_written(make: MakeRig) -> Non
     assert hit_pages(rig, longer) == 7
 
 
-def test_layer_wise_load_from_the_host(make: MakeRig) -> None:
+def test_layer_wise_load_from_the_host(make: MakeRig) -> None:  # noqa: F811
     rig = make()
     tokens = rig.tokens(5)
     rows = rig.stored(tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import random
 import re
 import subprocess
@@ -17,7 +18,22 @@ from directory_helpers import BROKEN, FULL, GOOD, LOST, Memory, check_directory
 from index_helpers import Family, page_tuples
 
 from kvtransfer.books import TierPlan
-from kvtransfer.commands import Ack, Cancel, Command, Demote, Evict, Load, Lookup, Promote, Scope, Store, ids, positions
+from kvtransfer.commands import (
+    Ack,
+    Cancel,
+    Command,
+    Demote,
+    Evict,
+    Load,
+    Lookup,
+    Promote,
+    Relocate,
+    Resize,
+    Scope,
+    Store,
+    ids,
+    positions,
+)
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError, OwnershipError, TransferError
@@ -634,11 +650,119 @@ def test_tiers_are_attached_and_detached_while_commands_are_under_way() -> None:
 def test_the_host_tier_grows() -> None:
     directory, memory = make(TierPlan("host", capacity_pages=4, most_pages=10))
     assert store(directory, memory, list(range(20))).usable_pages == 4
-    directory.resize("host", 10)
-    assert store(directory, memory, list(range(20))).usable_pages == 10
+    job = directory.resize("host", 10)
+    assert not job.done and directory.figures().tiers["host"].capacity_pages == 4
+    assert store(directory, memory, list(range(20))).usable_pages == 10  # it waits for the room that comes
+    assert job.statuses == [GOOD] and directory.figures().tiers["host"].capacity_pages == 10
     check_directory(directory)
-    with pytest.raises(CapacityError, match=r"expected to grow to 10\.\.10, got 11"):
+    with pytest.raises(CapacityError, match="expected at most most_pages=10 pages, got 11"):
         directory.resize("host", 11)
+    with pytest.raises(ConfigError, match="1 page or more, got host, 0"):
+        directory.resize("host", 0)
+    assert directory.resize("host", 10).statuses == [GOOD]  # nothing to do
+
+
+def test_growing_that_fails_changes_nothing() -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=4, most_pages=10))
+    job = directory.resize("host", 10)
+    memory.drain(directory, lambda command: FULL)
+    assert job.statuses == [FULL] and directory.figures().tiers["host"].capacity_pages == 4
+    check_directory(directory)
+    again = directory.resize("host", 7)
+    directory.lost()
+    assert again.statuses == [BROKEN] and "nobody answers" in again.detail
+    assert directory.figures().commands_under_way == 0
+    last = directory.resize("host", 8)
+    memory.drain(directory)
+    assert last.statuses == [GOOD] and directory.figures().tiers["host"].capacity_pages == 8
+
+
+def test_the_host_tier_shrinks_and_keeps_what_the_policy_keeps() -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=12))
+    memory.slots = 12
+    old, new = list(range(100, 112)), list(range(12))
+    store(directory, memory, old)
+    store(directory, memory, new)  # in slots 6 to 11
+    job = directory.resize("host", 6)
+    assert hit_of(directory, old)[0] == 0
+    memory.take(directory)
+    assert [type(c.command) for c in memory.under.values()] == [Relocate]  # and no Resize yet
+    with directory.match(new) as hit:  # readable while it moves
+        pages = memory.room(6)
+        load = directory.load(hit, pages)
+        memory.drain(directory)
+        memory.verify(load, new, pages)
+    assert load.usable_pages == 6 and job.statuses == [GOOD] and memory.slots == 6
+    assert memory.seen[-1] == Resize(tier="host", capacity_pages=6, id=memory.seen[-1].id)
+    figures = directory.figures().tiers["host"]
+    assert (figures.capacity_pages, figures.used_pages, figures.counters["relocated"]) == (6, 6, 6)
+    check_directory(directory)
+    job = directory.resize("host", 12)
+    memory.drain(directory)
+    assert job.statuses == [GOOD] and store(directory, memory, old).usable_pages == 6
+    assert hit_of(directory, new)[0] == hit_of(directory, old)[0] == 6
+
+
+def test_what_is_held_is_waited_for() -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=8))
+    tokens = list(range(16))
+    store(directory, memory, tokens)
+    hit = directory.match(tokens)
+    job = directory.resize("host", 5)
+    for _ in range(3):
+        memory.drain(directory)
+        directory.tick()
+        check_directory(directory)
+    assert not job.done and directory.figures().tiers["host"].used_pages == 8
+    pages = memory.room(8)
+    load = directory.load(hit, pages)
+    memory.drain(directory)
+    memory.verify(load, tokens, pages)
+    assert load.usable_pages == 8 and not job.done
+    hit.release()
+    directory.tick()
+    memory.drain(directory)
+    assert job.statuses == [GOOD] and hit_of(directory, tokens)[0] == 5
+    check_directory(directory)
+
+
+def test_what_is_on_its_way_to_a_slot_that_goes_is_moved_once_it_is_there() -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=8))
+    store(directory, memory, list(range(100, 108)))  # slots 0 to 3
+    tokens = list(range(8))
+    stored = directory.store(tokens, memory.fill(tokens))
+    memory.take(directory)
+    first = directory.resize("host", 6)
+    second = directory.resize("host", 4)
+    assert first.statuses == [PageStatus.CANCELLED] and not second.done
+    memory.drain(directory)
+    assert second.done and stored.usable_pages == 4
+    assert hit_of(directory, tokens)[0] + hit_of(directory, list(range(100, 108)))[0] == 4
+    check_directory(directory)
+
+
+@pytest.mark.parametrize("status", [BROKEN, LOST, PageStatus.CORRUPT])
+def test_pages_that_cannot_be_moved_are_given_up(status: PageStatus) -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=8))
+    memory.slots = 8
+    tokens = list(range(8))
+    store(directory, memory, list(range(100, 108)))
+    store(directory, memory, tokens)
+    directory.evict("host", 4)
+    job = directory.resize("host", 4)
+    memory.drain(directory, lambda command: status if isinstance(command, Relocate) else GOOD)
+    assert job.statuses == [GOOD] and hit_of(directory, tokens)[0] == 0 and memory.slots == 4
+    check_directory(directory)
+
+
+def test_a_shrinking_tier_writes_back_what_it_gives_up() -> None:
+    directory, memory = make(TierPlan("host", capacity_pages=8), TierPlan("disk", "keys", 100, write="write_back"))
+    tokens = list(range(16))
+    store(directory, memory, tokens)
+    job = directory.resize("host", 3)
+    memory.drain(directory)
+    assert job.statuses == [GOOD] and hit_of(directory, tokens) == (8, {"host": 6, "disk": 10})
+    check_directory(directory)
 
 
 def test_a_smaller_disk_gives_up_what_is_too_much() -> None:
@@ -780,10 +904,21 @@ def test_neither_torch_nor_a_gpu_is_needed() -> None:
     assert done.stdout.strip() == "1 []", done.stderr
 
 
-def test_the_example_of_the_documentation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    _, block = re.findall(r"```python\n(.*?)```", (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8"), re.S)
-    exec(block, {})
+def test_the_examples_of_the_documentation_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8")
+    _, first, recent, recompute = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(first, names)
     assert capsys.readouterr().out == "496 tokens: {'host': 496}\n"
+    monkeypatch.chdir(tmp_path)
+    with gzip.open("system_prompts.jsonl.gz", "wt") as out:
+        out.write("[1, 2, 3]\n")
+    exec(recent.replace("/nvme0/kv/recent", "recent"), names)
+    assert names["prefix"].token_ids().tolist() == list(range(992)) and names["tokens"].tolist() == [1, 2, 3]
+    exec(recompute, {})
+    assert capsys.readouterr().out == "load 400 pages, compute from token 6400 on\n"
 
 
 def test_requests_of_several_threads_and_a_mover_of_its_own() -> None:

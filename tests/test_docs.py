@@ -84,8 +84,8 @@ def test_transformers_page() -> None:
 
 
 def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
-    first, disk, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
-    for block in (first, movement, sharing, faulty):
+    first, resizing, disk, redis, mooncake, objects, movement, sharing, faulty = python_blocks("docs/tiers.md")
+    for block in (first, resizing, movement, sharing, faulty):
         exec(block, {})
     told = capsys.readouterr().out
     assert "MISS" in told and "0 pages to load" in told
@@ -104,7 +104,12 @@ def test_tiers_page(capsys: Any, tmp_path: Path) -> None:
             assert {keyword.arg for keyword in call.value.keywords} <= set(known)
 
 
+def test_metrics_page() -> None:
+    (block,) = python_blocks("docs/metrics.md")
+    exec(block.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
+
+
 def test_cache_page(capsys: Any) -> None:
-    use, _ = python_blocks("docs/index_and_cache.md")  # the other one is in test_directory.py
+    use, *_ = python_blocks("docs/index_and_cache.md")  # the others are in test_directory.py
     exec(use.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
     assert "992 tokens: {'host': 992}" in capsys.readouterr().out

@@ -172,18 +172,41 @@ def test_growing_joins_the_free_end() -> None:
             extents.grow(wrong)
 
 
+def test_slots_that_are_to_go_are_given_out_no_more() -> None:
+    extents = Extents(10)
+    assert extents.allocate(7).tolist() == list(range(7))
+    extents.shrink(4)
+    assert (extents.ready, extents.free_slots, extents.leaving, extents.free_runs()) == (4, 0, 3, [])
+    extents.free(ids(5, 2, 3, 4))  # across the new end
+    assert (extents.free_slots, extents.leaving, extents.free_runs()) == (2, 1, [(2, 2)])
+    with pytest.raises(OwnershipError, match=r"got \[5\]: free already"):
+        extents.free(ids(5))
+    extents.grow(9)  # 6 is in use still
+    assert extents.free_runs() == [(2, 4), (7, 2)] and extents.leaving == 0 and extents.free_slots == 6
+    extents.free(ids(6))
+    assert extents.free_runs() == [(2, 7)]
+    for wrong in (-1, 10):
+        with pytest.raises(CapacityError, match=r"expected to shrink to 0\.\.9"):
+            extents.shrink(wrong)
+
+
 @settings(max_examples=150, deadline=None)
 @given(count=st.integers(1, 40), seed=st.randoms(use_true_random=False))
 def test_same_as_a_set(count: int, seed: random.Random) -> None:
-    """Random allocations, growth and frees, against a set of free slots."""
+    """Random allocations, growth, shrinking and frees, against a set of free slots."""
     ready = seed.randint(0, count)
     extents, free, taken = Extents(count, ready), set(range(ready)), set[int]()
     for _ in range(40):
         action = seed.random()
         if action < 0.1 and ready < count:
-            free.update(range(ready, ready + 1))
-            ready += 1
+            more = seed.randint(ready, count)
+            free.update(set(range(ready, more)) - taken)
+            ready = more
             extents.grow(ready)
+        elif action < 0.17:
+            ready = seed.randint(0, ready)
+            free = {slot for slot in free if slot < ready}
+            extents.shrink(ready)
         elif action < 0.55:
             n = seed.randint(0, count // 2 + 1)
             after = seed.choice([None, seed.randint(0, count - 1)])
@@ -201,14 +224,15 @@ def test_same_as_a_set(count: int, seed: random.Random) -> None:
                 back.sort(reverse=seed.random() < 0.3)
             extents.free(ids(*back))
             taken.difference_update(back)
-            free.update(back)
+            free.update(slot for slot in back if slot < ready)
         assert extents.free_runs() == naive_runs(free)
         assert extents.free_slots == len(free)
         report = extents.fragmentation()
         longest = max((length for _, length in naive_runs(free)), default=0)
         assert (report.free_runs, report.largest_run) == (len(naive_runs(free)), longest)
-        everything = np.arange(ready, dtype=np.int64)
-        assert extents.taken(everything).tolist() == [slot in taken for slot in range(ready)]
+        everything = np.arange(count, dtype=np.int64)
+        assert extents.taken(everything).tolist() == [slot in taken for slot in range(count)]
+        assert extents.leaving == sum(slot >= ready for slot in taken)
 
 
 def rss_bytes() -> int:

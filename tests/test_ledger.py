@@ -12,7 +12,7 @@ from engine_helpers import LIMIT_S, Ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.kernels.errors import OwnershipError
+from kvtransfer.kernels.errors import OwnershipError, TierError
 from kvtransfer.tiers.ledger import PageLedger, claim_all
 
 
@@ -176,3 +176,28 @@ def test_every_open_transfer_of_an_id_is_waited_for(count: int, rng: random.Rand
             del touches[ended]
         held = set().union(*touches.values())
         assert ledger.busy(np.arange(count)).tolist() == [i in held for i in range(count)]
+
+
+def test_ids_from_a_limit_on_cannot_be_claimed() -> None:
+    ledger = PageLedger(7, "host slot")
+    high, low = Owner("high"), Owner("low")
+    ledger.claim(ids(5), high)
+    ledger.claim(ids(1, 2), low)
+    with pytest.raises(OwnershipError, match=r"host slots that no transfer owns, got \[5\] in flight after 0 s"):
+        ledger.limit(4, 0.0)
+    late = Owner("late")
+    assert ledger.claim(ids(6), late) == []  # the limit is what it was
+    ledger.release(late)
+    timer = threading.Timer(0.05, ledger.release, [high])
+    timer.start()
+    ledger.limit(4, LIMIT_S)  # waits for it, and for no other
+    timer.join()
+    assert ledger.busy(ids(1, 5)).tolist() == [True, False]
+    with pytest.raises(TierError, match=r"host slots in 0\.\.3, got 4: its memory was let go"):
+        ledger.claim(ids(0, 4), late)
+    with pytest.raises(TierError, match="let go"):
+        claim_all([(PageLedger(9, "pool page"), ids(8)), (ledger, ids(6))], late)
+    assert not ledger.busy(ids(0)).any()
+    assert ledger.claim(ids(0, 3), late) == []
+    ledger.limit(7, 0.0)
+    assert ledger.claim(ids(6), late) == []

@@ -532,14 +532,14 @@ def test_sliding_layers_are_transformers_own_kind() -> None:
 
 def test_batches_and_beams_are_refused(llama: Rig) -> None:
     ids = prompt(20)
-    with pytest.raises(ConfigError, match="holds one sequence: expected batch size 1, got 2"):
+    with pytest.raises(ConfigError, match="expected batch size 1, one for each sequence of the cache, got 2"):
         forward(llama, llama.cache(), ids.repeat(2, 1))
-    with pytest.raises(ConfigError, match="holds one sequence"):
+    with pytest.raises(ConfigError, match="expected batch size 1, one for each"):
         generate(llama, llama.cache(), ids, num_beams=2)
     cache = llama.cache()
     with pytest.raises(ConfigError, match="expected 1 repeat, got 3"):
         cache.batch_repeat_interleave(3)
-    with pytest.raises(ConfigError, match="expected one index, got 2"):
+    with pytest.raises(ConfigError, match=r"expected all of them in their order, got \[0, 0\]"):
         cache.reorder_cache(torch.tensor([0, 0]))  # type: ignore[arg-type]
     cache.batch_repeat_interleave(1)
     cache.batch_select_indices(torch.tensor([0]))

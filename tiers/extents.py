@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import CapacityError, OwnershipError
+from kvtransfer.kernels.ids import id_tools
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Fragmentation:
 class Extents:
     """An allocator over slots 0 to ``count - 1``. Not thread-safe: the owner holds a lock.
 
-    Slots from ``ready`` on do not exist yet; `grow` adds them. Free runs never touch each other: a freed
+    Slots from ``ready`` on do not exist yet, or not any more; `grow` adds them, `shrink` takes them out: free ones at
+    once, those in use (``leaving`` of them) when they are freed. Free runs never touch each other: a freed
     slot joins its free neighbours at once. Finding a run is O(log r) in the r distinct run lengths
     (r < sqrt(2 * count)); freeing costs a few passes over the slots plus a dictionary step a run.
 
@@ -47,6 +49,8 @@ class Extents:
         self.what = what
         self.ready = 0
         self.free_slots = 0
+        self.leaving = 0
+        self._most_ready = 0  # there never was a slot from here on
         self._taken = np.zeros(count, dtype=np.bool_)
         self._length: dict[int, int] = {}  # first slot of a free run -> its length
         self._start: dict[int, int] = {}  # slot behind a free run -> its first slot
@@ -56,13 +60,29 @@ class Extents:
         self.grow(count if ready is None else ready)
 
     def grow(self, ready: int) -> None:
-        """Slots up to ``ready - 1`` exist from now on, the new ones free."""
+        """Slots up to ``ready - 1`` exist from now on. The new ones are free, but for those in use since a `shrink`."""
         if not self.ready <= ready <= self.count:
             raise CapacityError(f"{self.what}s: expected to grow to {self.ready}..{self.count}, got {ready}")
         if ready > self.ready:
-            self._join(self.ready, ready - self.ready)
-            self.free_slots += ready - self.ready
-            self.ready = ready
+            new = np.flatnonzero(~self._taken[self.ready : ready]) + self.ready
+            self.leaving -= ready - self.ready - new.size
+            self.free_slots += new.size
+            self.ready, self._most_ready = ready, max(ready, self._most_ready)
+            for run in np.split(new, _cuts(new)):
+                if run.size:
+                    self._join(int(run[0]), run.size)
+
+    def shrink(self, ready: int) -> None:
+        """Slots from ``ready`` on are given out no more. Those in use stay their owners' until they are freed."""
+        if not 0 <= ready <= self.ready:
+            raise CapacityError(f"{self.what}s: expected to shrink to 0..{self.ready}, got {ready}")
+        for start, length in [run for run in self._length.items() if sum(run) > ready]:
+            self._drop(start, length)
+            self.free_slots -= start + length - max(start, ready)
+            if start < ready:
+                self._add(start, ready - start)
+        self.leaving += int(np.count_nonzero(self._taken[ready : self.ready]))
+        self.ready = ready
 
     def allocate(self, n: int, after: int | None = None) -> NDArray[np.int64]:
         """Take ``n`` slots and return their ids, in the order in which a prefix should fill them.
@@ -97,9 +117,12 @@ class Extents:
         """Give ``slots`` back: all of them, or none with an OwnershipError (see `check`)."""
         starts, lengths = self._runs(slots)
         self._taken[slots] = False
-        self.free_slots += slots.size
         for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
-            self._join(start, length)
+            stays = max(0, min(length, self.ready - start))
+            self.free_slots += stays
+            self.leaving -= length - stays
+            if stays:
+                self._join(start, stays)
 
     def _runs(self, slots: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """(first slots, lengths) of the runs that ``slots`` make up, in order, checked.
@@ -118,9 +141,9 @@ class Extents:
             order = np.argsort(starts)
             starts, lengths = starts[order], lengths[order]
         ends = starts + lengths
-        if starts[0] < 0 or ends.max() > self.ready:
-            bad = slots[(slots < 0) | (slots >= self.ready)]
-            raise OwnershipError(f"expected {self.what}s in 0..{self.ready - 1}, got {_some(bad)}")
+        if starts[0] < 0 or ends.max() > self._most_ready:
+            bad = slots[(slots < 0) | (slots >= self._most_ready)]
+            raise OwnershipError(f"expected {self.what}s in 0..{self._most_ready - 1}, got {_some(bad)}")
         used = self._taken[slots]
         if not used.all():
             bad = slots[~used]
@@ -134,6 +157,10 @@ class Extents:
     def taken(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """For each slot, whether it is given out."""
         return np.asarray(self._taken[slots])
+
+    def all_taken(self, slots: NDArray[np.int64]) -> bool:
+        """Whether all slots are given out."""
+        return id_tools().all_set(self._taken, slots)
 
     def fragmentation(self) -> Fragmentation:
         """How the free slots lie, now."""

@@ -18,7 +18,14 @@ import torch
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.check import host_ids
-from kvtransfer.kernels.errors import ConfigError, OwnershipError, RecordError, TierError
+from kvtransfer.kernels.errors import (
+    CapacityError,
+    ConfigError,
+    LayoutError,
+    OwnershipError,
+    RecordError,
+    TierError,
+)
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import KVSpec
@@ -50,6 +57,8 @@ class HostTier:
     Args:
         capacity_pages | capacity_bytes: exact number of slots, or bytes for payloads and trailers together, of
             this process; neither: what the machine and its cgroups leave (sizing.py).
+        most_pages | most_bytes: what `resize` may grow to later: only addresses are taken for that now. Neither: the
+            capacity.
         device: the GPU whose NUMA node the memory should be near, and whose runtime pins it.
         pin: register with CUDA; None: where there is a CUDA device and ``device`` is not another kind. CUDA does
             not charge RLIMIT_MEMLOCK, so that limit refuses only a registrar that says it does.
@@ -59,11 +68,11 @@ class HostTier:
         threads: for the first touch (at most 8 unless told otherwise).
         background: return at once and grow in a thread: `ready_slots` rises, `allocate` gives out what is ready,
             a failure is raised by every `allocate` and `wait_ready` from then on, or else by `close`.
-        chunk_bytes: most bytes in one CUDA registration.
+        chunk_bytes: most bytes in one CUDA registration, and what `resize` gives back at a time.
         registrar, limits: stand-ins for CUDA and for what the machine allows.
 
     Attributes:
-        num_slots, slot_bytes, trailer_bytes: how many; bytes of one padded payload and of one trailer.
+        num_slots, slot_bytes, trailer_bytes: how many at most; bytes of one padded payload and of one trailer.
         address: of slot 0's payload in host memory; slot s lies ``s * slot_bytes`` behind it.
         pinned, pin_reason, numa_node: whether it is registered, why (not), and the node asked for.
         layout: page-first over `payload`, one page a slot.
@@ -82,6 +91,8 @@ class HostTier:
         *,
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
+        most_pages: int | None = None,
+        most_bytes: int | None = None,
         device: torch.device | str | None = None,
         pin: bool | None = None,
         shared: bool = False,
@@ -107,8 +118,16 @@ class HostTier:
             locked=chosen is not None and chosen.needs_memlock,
         )
         observer.noted("host.size", name=name, message=plan.message)
+        most = plan.num_slots if most_pages is None else most_pages
+        if most_bytes is not None:
+            most = most_bytes // (self.slot_bytes + self.trailer_bytes)
+        if most < plan.num_slots or None not in (most_pages, most_bytes):
+            raise ConfigError(
+                f"most_pages or most_bytes: expected one of them, and at least the capacity of {plan.num_slots} slots, "
+                f"got {most_pages} and {most_bytes}"
+            )
         slab = Slab(
-            plan.num_slots,
+            most,
             self.slot_bytes,
             self.trailer_bytes,
             registrar=chosen,
@@ -118,6 +137,7 @@ class HostTier:
             threads=threads,
             background=background,
             chunk_bytes=chunk_bytes,
+            first_slots=plan.num_slots,
             name=name,
             observer=observer,
         )
@@ -175,6 +195,7 @@ class HostTier:
         self._attached = False
         self._closed = False
         self._lock = threading.Lock()
+        self._resizing = threading.Lock()
         where = None if device is None else torch.device(device)
         chosen, self.pin_reason = choose_registrar(where, pin, registrar)
         self.pinned = chosen is not None
@@ -186,7 +207,7 @@ class HostTier:
     def _adopt(self, slab: Slab) -> None:
         """The books of the slab's slots."""
         self._slab = slab
-        self.num_slots = slab.num_slots
+        self._limit = self.num_slots = slab.num_slots
         self.address = slab.address
         self.chunk_slots, self.trailer_chunk_slots = slab.chunk_slots, slab.trailer_chunk_slots
         self.layout = Layout.page_first(self.spec, slab.num_slots, page_stride_bytes=self.slot_bytes)
@@ -201,8 +222,13 @@ class HostTier:
 
     @property
     def ready_slots(self) -> int:
-        """Slots that can be used now; `num_slots` once growing is done."""
-        return self._slab.ready_slots
+        """Slots that can be used now: 0 to this, less one."""
+        return min(self._slab.ready_slots, self._limit)
+
+    @property
+    def grows(self) -> bool:
+        """Whether slots become ready by themselves, in the background."""
+        return self._slab.ready_slots < self._slab.goal_slots
 
     @property
     def free_slots(self) -> int:
@@ -211,11 +237,12 @@ class HostTier:
             return self._grown().free_slots
 
     def wait_ready(self, timeout_s: float | None = None, *, slots: int | None = None) -> bool:
-        """Wait until ``slots`` (all of them unless told otherwise) are ready; False when the time is up.
+        """Wait until ``slots`` (all that there are to be, unless told otherwise) are ready; False when the time is up.
 
         Raises TierError or CapacityError if growing failed.
         """
-        return self._slab.wait_ready(self.num_slots if slots is None else min(slots, self.num_slots), timeout_s)
+        goal = self._slab.goal_slots
+        return self._slab.wait_ready(goal if slots is None else min(slots, goal), timeout_s)
 
     def allocate(self, n: int, *, after: int | None = None) -> NDArray[np.int64]:
         """Take ``n`` slots: int64 ids that own their storage, in runs as long as can be.
@@ -261,8 +288,8 @@ class HostTier:
         """OwnershipError, naming slots, for one that is not given out. Who never called `allocate` keeps books of his
         own, as do processes that are attached: nothing is refused then."""
         with self._lock:
-            if self._gives_out and not (given := self._extents.taken(slots)).all():
-                stale = slots[~given]
+            if self._gives_out and not self._extents.all_taken(slots):
+                stale = slots[~self._extents.taken(slots)]
                 raise OwnershipError(
                     f"expected host slots that are given out, got {stale[:8].tolist()}"
                     f"{' ...' if stale.size > 8 else ''}, which are free; allocate() them first"
@@ -274,6 +301,89 @@ class HostTier:
             return self._grown().fragmentation()
 
     # --- memory
+
+    def resize(self, slots: int, *, wait_s: float = 30.0) -> int:
+        """Have the first ``slots`` from now on, of at most `num_slots`. Bytes given back (0 when it grows).
+
+        *Fewer*: the others must be free (`free`); it waits up to ``wait_s`` for transfers that own some. Chunks that
+        hold only others are unregistered and go back to the system: ``chunk_bytes`` is the grain. Tiers that were told
+        of that memory must have been told that it goes (`host_size.resize_host` does both); a process that is attached
+        resizes its own first. *More*: touched and registered by the calling thread (about 0.3 s/GiB), or waited for
+        where the tier grows by itself. Addresses never change, nor what lies in slots that stay.
+
+        Raises CapacityError on a size that can't be had, OwnershipError, naming slots, if some are in use, TierError
+        if it still grows by itself when the time is up: nothing has changed then. CudaError where registering failed
+        (undone), or unregistering (the slots are gone all the same).
+        """
+        with self._resizing:
+            if self._closed:
+                raise TierError(f"{self.name}: closed")
+            if not 1 <= slots <= self.num_slots:
+                raise CapacityError(f"{self.name}: expected a size of 1 to {self.num_slots} slots, got {slots}")
+            ready, goal = self.ready_slots, self._slab.goal_slots
+            on_its_way = ready < slots <= goal
+            if not self._slab.wait_ready(slots if on_its_way else goal, wait_s):
+                raise TierError(f"{self.name}: expected it to have grown within {wait_s:g} s, got {self.ready_slots}")
+            if on_its_way:
+                return 0
+            if slots < goal:
+                return self._shrink(slots, wait_s)
+            self._slab.grow(slots)
+            with self._lock:
+                self.ledger.limit(self.num_slots, 0.0)
+                self._limit = self.num_slots
+            return 0
+
+    def _shrink(self, slots: int, wait_s: float) -> int:
+        with self._lock:
+            extents, before = self._grown(), self._limit
+            others = np.arange(slots, extents.ready)
+            if (taken := others[extents.taken(others)]).size:
+                raise OwnershipError(
+                    f"{self.name}: expected that slots from {slots} on are free, got {taken[:8].tolist()}"
+                    f"{' ...' if taken.size > 8 else ''} in use; free them first"
+                )
+            self._limit = slots
+            extents.shrink(slots)
+        try:
+            self.ledger.limit(slots, wait_s)
+        except OwnershipError:
+            with self._lock:
+                self._limit = before
+                self._grown()
+            raise
+        return self._slab.shrink(slots)
+
+    def parts(self, first: int = 0) -> list[NDArray[np.uint8]]:
+        """The memory that there is (or is to be, in the background), as flat views of chunks, payload and trailers; no
+        copy. No slot straddles two. ``first``: only those that hold no slot below it: what `resize` to so many gives
+        back."""
+        return self._slab.parts(first)
+
+    def copy(self, read: Slots, slots: Slots, *, wait_s: float = 1.0) -> None:
+        """Copy whole records, payload and trailer, from the slots ``read`` to as many others.
+
+        Blocks, on the calling thread. The caller sees to it that nobody writes or frees what is read; what is written
+        is in the ledger meanwhile. Raises OwnershipError if a transfer owns some of that still after ``wait_s``.
+        """
+        sources = host_ids(read, self.ready_slots, "host slot", distinct=False)
+        targets = host_ids(slots, self.ready_slots, "host slot", distinct=True)
+        if sources.size != targets.size or np.isin(targets, sources).any():
+            raise LayoutError(
+                f"copy: expected as many slots as are read, and none of those, got {sources[:8].tolist()} to "
+                f"{targets[:8].tolist()}"
+            )
+        owner = object()
+        self.ledger.require_free(targets, wait_s)
+        try:
+            if self.ledger.claim(targets, owner):
+                raise OwnershipError(f"copy: expected slots of the caller's, got a transfer to {targets[:8].tolist()}")
+            rows, trailers = self.payload.numpy().reshape(-1, self.slot_bytes), self.trailers
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                rows[target] = rows[source]
+                trailers[target] = trailers[source]
+        finally:
+            self.ledger.release(owner)
 
     @property
     def payload(self) -> torch.Tensor:
@@ -368,11 +478,12 @@ class HostTier:
             if self._closed:
                 return
         self.ledger.shut(wait_s)  # no transfer can claim a slot from here on
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._slab.close()
+        with self._resizing:
+            with self._lock:
+                if self._closed:
+                    return
+                self._closed = True
+            self._slab.close()
 
     def __enter__(self) -> HostTier:
         return self
@@ -384,7 +495,7 @@ class HostTier:
 
     def _grown(self) -> Extents:
         """The allocator, told of the slots that became ready. The caller holds the lock."""
-        self._extents.grow(self._slab.ready_slots)
+        self._extents.grow(self.ready_slots)
         return self._extents
 
     def _one(self, slot: int) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import OwnershipError, TierError
+from kvtransfer.kernels.ids import id_tools
 
 Ids = NDArray[np.int64]
 
@@ -43,6 +44,7 @@ class PageLedger:
         self._next = 1
         self._oldest_open = 1  # every ticket below this one is closed
         self._shut = False
+        self._limit = count  # ids from here on can't be claimed
 
     def claim(self, ids: Ids | None, owner: Owner) -> list[Owner]:
         """Put ``ids`` (distinct, in range: checked by the caller) under ``owner``; None claims every id.
@@ -52,7 +54,7 @@ class PageLedger:
         """
         every: Ids | slice = slice(None) if ids is None else ids
         with self._changed:
-            self._refuse_if_shut()
+            self._refuse(ids)
             earlier = self._claimed_before(every, owner) if self._open else []
             ticket = self._unwritten = self._next
             self._next += 1
@@ -63,11 +65,17 @@ class PageLedger:
     def _claimed_before(self, ids: Ids | slice, owner: Owner) -> list[Owner]:
         """Open transfers other than ``owner`` that ids remember. The last claim is written down here: where one has
         ended before the next begins, nobody asks for its ids, and 8,192 of them cost as much as a plan."""
+        tools = id_tools()
         if self._unwritten in self._open:
-            self._last_ticket[self._open[self._unwritten][1]] = self._unwritten
-        before = self._last_ticket[ids]
-        if not before.size or int(before.max()) < self._oldest_open:  # most calls touch nothing in flight
+            last = self._open[self._unwritten][1]
+            if isinstance(last, slice):
+                self._last_ticket[last] = self._unwritten
+            else:
+                tools.mark(self._last_ticket, last, self._unwritten)
+        # Most calls touch nothing in flight.
+        if not isinstance(ids, slice) and tools.most(self._last_ticket, ids) < self._oldest_open:
             return []
+        before = self._last_ticket[ids]
         tickets = np.unique(before[before >= self._oldest_open]).tolist()
         return [self._open[t][0] for t in tickets if t in self._open and self._open[t][0] is not owner]
 
@@ -83,9 +91,26 @@ class PageLedger:
                     f"{' ...' if held.size > 8 else ''} in flight after {timeout_s:g} s; wait for the handle first"
                 )
 
-    def _refuse_if_shut(self) -> None:
+    def limit(self, count: int, timeout_s: float) -> None:
+        """Ids from ``count`` on can't be claimed from now on, those below can; returns once none of the former is.
+        OwnershipError when the time is up: the limit is what it was before then."""
+        with self._changed:
+            before, self._limit = self._limit, count
+            if not self._changed.wait_for(lambda: not self._owned()[count:before].any(), timeout_s):
+                self._limit = before
+                held = np.flatnonzero(self._owned()[count:before]) + count
+                raise OwnershipError(
+                    f"expected {self.what}s that no transfer owns, got {held[:8].tolist()}"
+                    f"{' ...' if held.size > 8 else ''} in flight after {timeout_s:g} s; wait for the handle first"
+                )
+
+    def _refuse(self, ids: Ids | None) -> None:
         if self._shut:
             raise TierError(f"expected {self.what}s of memory that is open, got memory that is closed or closing")
+        if self._limit < self.count and ids is not None and ids.size and int(ids.max()) >= self._limit:
+            raise TierError(
+                f"expected {self.what}s in 0..{self._limit - 1}, got {int(ids.max())}: its memory was let go"
+            )
 
     def release(self, owner: Owner) -> None:
         """``owner`` is acknowledged: its ids may be freed. Releasing what was never claimed is a no-op."""
@@ -141,7 +166,7 @@ def claim_all(wanted: Sequence[tuple[PageLedger, Ids | None]], owner: Owner) -> 
     with ExitStack() as held:
         for ledger in sorted({id(ledger): ledger for ledger, _ in wanted}.values(), key=id):
             held.enter_context(ledger._changed)
-        for ledger, _ in wanted:
-            ledger._refuse_if_shut()  # before any of them is claimed
+        for ledger, ids in wanted:
+            ledger._refuse(ids)  # before any of them is claimed
         earlier = [e for ledger, ids in wanted for e in ledger.claim(ids, owner)]
     return list({id(e): e for e in earlier}.values())

@@ -26,7 +26,7 @@ from kvtransfer.kernels.events import NO_OBSERVER, Observer
 HugePages = bool | Literal["reserved"]
 _HUGE_BYTES = 2 << 20
 _TOUCH_BYTES = 64 << 20  # a thread's piece of work: some 15 ms at 4 GB/s
-_MAP_HUGETLB, _MFD_HUGETLB = 0x40000, 4
+_MAP_HUGETLB, _MFD_HUGETLB, _MAP_NORESERVE = 0x40000, 4, 0x4000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _MPOL_PREFERRED = 1
 _SYS_MBIND = {"x86_64": 237, "aarch64": 235}
@@ -41,9 +41,20 @@ class Mapping:
     ``fd`` is the memfd's descriptor, or -1 for anonymous memory.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool = False, huge: HugePages = True, name: str = "slab") -> None:
-        """Reserve it. Raises CapacityError where the system refuses."""
+    def __init__(
+        self,
+        nbytes: int,
+        *,
+        shared: bool = False,
+        huge: HugePages = True,
+        whole: bool = True,
+        name: str = "slab",
+    ) -> None:
+        """Reserve it. ``whole``: all of it will be used, so the system may refuse here and now (CapacityError)."""
         reserved = huge == "reserved"
+        self._shared = shared
+        self._unit = _HUGE_BYTES if reserved else mmap.PAGESIZE  # in which memory can be given back
+        later = 0 if whole else _MAP_NORESERVE
         self.nbytes = -(-nbytes // _HUGE_BYTES) * _HUGE_BYTES if reserved else nbytes
         self.fd = -1
         try:
@@ -52,9 +63,9 @@ class Mapping:
                 self.fd = os.memfd_create(name, flags)
                 os.ftruncate(self.fd, self.nbytes)
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-                self._map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED)
+                self._map = mmap.mmap(self.fd, self.nbytes, flags=mmap.MAP_SHARED | later)
             else:
-                anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if reserved else 0)
+                anonymous = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if reserved else 0) | later
                 self._map = mmap.mmap(-1, self.nbytes, flags=anonymous)
         except OSError as error:
             self._close_fd()
@@ -72,6 +83,7 @@ class Mapping:
             )
         mapping = cls.__new__(cls)
         mapping.nbytes, mapping.fd = got, os.dup(fd)
+        mapping._shared, mapping._unit = True, mmap.PAGESIZE
         try:
             mapping._map = mmap.mmap(mapping.fd, got, flags=mmap.MAP_SHARED)
         except OSError as error:
@@ -114,6 +126,22 @@ class Mapping:
         with ThreadPoolExecutor(min(threads, len(pieces)), "first-touch", settle) as pool:
             for _ in pool.map(_touch, *zip(*pieces, strict=True)):
                 pass
+
+    def give_back(self, offset: int, nbytes: int, observer: Observer) -> None:
+        """Let the system have the memory behind ``nbytes`` at ``offset``: what lay there is lost, also for others who
+        map it, and zeros are read there until somebody writes (or calls `populate`). Addresses stay as they are.
+
+        Nothing may be registered there: a device that has pinned the old memory goes on using that. What the system
+        does not take back (reserved huge pages before Linux 5.18) is told to ``observer`` and stays.
+        """
+        start = -(-offset // self._unit) * self._unit
+        length = (offset + nbytes) // self._unit * self._unit - start
+        if length <= 0:
+            return
+        try:
+            self._map.madvise(mmap.MADV_REMOVE if self._shared else mmap.MADV_DONTNEED, start, length)
+        except OSError as error:
+            observer.fell_back("give_back", f"{length} bytes of a slab stay with this process: {error}")
 
     def close(self) -> bool:
         """Drop this object's hold on the memory. True if it is unmapped now, False if views still hold it."""

@@ -24,6 +24,7 @@ from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle
 from kvtransfer.tiers.batch import Verb
 from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.host import HostTier, Slots
+from kvtransfer.tiers.host_size import register_host, unregister_host
 from kvtransfer.tiers.move import Move
 from kvtransfer.tiers.record import NOTHING_STORED
 from kvtransfer.tiers.stop_policy import StopPolicy
@@ -73,9 +74,9 @@ class Movement:
         self._with_tier = 0
         self._pumping = False
         self._again = False
-        self._regions = (host.payload.numpy(), host.trailers.reshape(-1)) if register else ()
-        for region in self._regions:
-            tier.register(region)
+        self._registered = register
+        if register:
+            register_host(host, tier)
 
     def write_back(
         self,
@@ -119,9 +120,9 @@ class Movement:
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Finish or cancel what is under way (see `Tier.close`), and unregister the slab. Leaves the tier open."""
         self.book.close(drain=drain, timeout_s=timeout_s, abort=lambda: None)
-        regions, self._regions = self._regions, ()
-        for region in regions:
-            self.tier.unregister(region)
+        registered, self._registered = self._registered, False
+        if registered:
+            unregister_host(self.host, self.tier)
 
     # --- inside
 

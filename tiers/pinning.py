@@ -147,11 +147,24 @@ class Registrations:
     def __init__(self, registrar: Registrar) -> None:
         self.registrar = registrar
         self.addresses: list[int] = []
+        self._aliases: dict[int, int] = {}  # of chunks that were dropped: where the device saw them
 
     def add(self, address: int, nbytes: int) -> None:
-        """Register one more chunk."""
+        """Register one more chunk. CudaError if the device sees it elsewhere than before it was dropped: who copies
+        knows the old address."""
         self.registrar.register(address, nbytes)
         self.addresses.append(address)
+        was = self._aliases.pop(address, None)
+        if was is not None and (now := self.registrar.device_address(address)) != was:
+            self.drop(address)
+            raise CudaError(f"expected the device to see {address:#x} at {was:#x}, as it did before, got {now:#x}")
+
+    def drop(self, address: int) -> None:
+        """Unregister the chunk at ``address``, if it is registered. It counts as gone if CudaError is raised, too."""
+        if address in self.addresses:
+            self._aliases[address] = self.registrar.device_address(address)
+            self.addresses.remove(address)
+            self.registrar.unregister(address)
 
     def shift(self) -> int:
         """What a device adds to a host address of any chunk. Raises CudaError where chunks differ in that."""

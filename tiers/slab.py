@@ -1,4 +1,4 @@
-"""Slab: the memory of a host tier. One mapping with two regions, grown, pinned and let go as a whole.
+"""Slab: the memory of a host tier. One mapping with two regions, which is touched and pinned, or given back, by chunks.
 
 The payload region holds all payloads back to back, the trailer region all trailers. What the bytes mean,
 and who owns which slot, is host.py's matter.
@@ -35,11 +35,13 @@ class Slab:
         node: NUMA node that the memory should come from, or None.
         fd, shared: ``fd`` attaches another process's memfd; ``shared`` makes one; neither: anonymous memory.
         background: grow in a thread. A failure is raised by `check` and `wait_ready`, or else by `close`.
+        first_slots: have memory at first; the others have addresses only, until `grow`. None: all of them.
 
     Attributes:
         payload: uint8 tensor ``[num_slots * slot_bytes]``. trailers: uint8 ``[num_slots, trailer_bytes]``. Both
             are None once closed. address: of the first payload byte (the device's: plus `device_shift`).
-        ready_slots: slots that are touched and registered; it only grows.
+        ready_slots: slots that are touched and registered.
+        goal_slots: what it grows to by itself, and what `grow` and `shrink` set.
         chunk_slots, trailer_chunk_slots: int64, the first slot of every registered chunk of that region but its
             first: no copy may cross one.
 
@@ -60,10 +62,12 @@ class Slab:
         threads: int | None = None,
         background: bool = False,
         chunk_bytes: int = 64 << 30,
+        first_slots: int | None = None,
         name: str = "slab",
         observer: Observer = NO_OBSERVER,
     ) -> None:
         self.num_slots = num_slots
+        self.goal_slots = num_slots if first_slots is None else first_slots
         self.name = name
         self.ready_slots = 0
         self._observer = observer
@@ -78,15 +82,20 @@ class Slab:
 
         step_bytes = min(chunk_bytes, max(_BACKGROUND_STEP_BYTES, slot_bytes)) if background else chunk_bytes
         trailers_at = -(-num_slots * slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        payload = plan_chunks(num_slots, slot_bytes, step_bytes)
+        payload = self._cut(slot_bytes, step_bytes, 0)
         with_them = payload[0].stop * trailer_bytes if background else chunk_bytes  # no slot waits for others' trailers
-        trailers = plan_chunks(num_slots, trailer_bytes, min(with_them, chunk_bytes), offset=trailers_at)
+        trailers = self._cut(trailer_bytes, min(with_them, chunk_bytes), trailers_at)
         self.chunk_slots: NDArray[np.int64] = np.array([c.first for c in payload[1:]], dtype=np.int64)
         self.trailer_chunk_slots: NDArray[np.int64] = np.array([c.first for c in trailers[1:]], dtype=np.int64)
+        self._chunks = list(_in_turn(trailers, payload))
+        self._payload_chunks = set(payload)
+        self._there: set[Chunk] = set()  # touched and registered
 
         nbytes = trailers_at + num_slots * trailer_bytes
         if fd is None:
-            self._mapping = Mapping(nbytes, shared=shared, huge=huge_pages, name=name)
+            self._mapping = Mapping(
+                nbytes, shared=shared, huge=huge_pages, whole=self.goal_slots == num_slots, name=name
+            )
         else:
             self._mapping = Mapping.attached(fd, nbytes)
         self.address = self._mapping.address
@@ -101,12 +110,23 @@ class Slab:
             finalizer = weakref.finalize(self, self._registrations.release)  # dropped without close()
             finalizer.atexit = False  # at exit the driver goes too, and the system unpins everything
         if background:
-            self._thread = threading.Thread(
-                target=self._grow_behind, args=(trailers, payload), name=f"{name}-grow", daemon=True
-            )
+            self._thread = threading.Thread(target=self._grow_behind, name=f"{name}-grow", daemon=True)
             self._thread.start()
         else:
-            self._grow_now(trailers, payload)
+            try:
+                self._grow()
+            except BaseException:
+                self._release()
+                raise
+
+    def _cut(self, stride_bytes: int, chunk_bytes: int, offset: int) -> list[Chunk]:
+        """Chunks of one region, cut where the first slots end: the others need no memory yet."""
+        first, more = self.goal_slots, self.num_slots - self.goal_slots
+        chunks = plan_chunks(first, stride_bytes, chunk_bytes, offset=offset)
+        if more:
+            behind = plan_chunks(more, stride_bytes, chunk_bytes, offset=offset + first * stride_bytes)
+            chunks += [Chunk(c.offset, c.nbytes, c.first + first, c.stop + first) for c in behind]
+        return chunks
 
     @property
     def fd(self) -> int:
@@ -122,7 +142,7 @@ class Slab:
         if self._failure is not None:
             self._failure_seen = True
             kind = CapacityError if isinstance(self._failure, CapacityError) else TierError
-            text = f"{self.name}: growing stopped at {self.ready_slots} of {self.num_slots} slots: {self._failure}"
+            text = f"{self.name}: growing stopped at {self.ready_slots} of {self.goal_slots} slots: {self._failure}"
             raise kind(text) from self._failure
 
     def wait_ready(self, slots: int, timeout_s: float | None) -> bool:
@@ -154,42 +174,100 @@ class Slab:
         if not self._failure_seen:
             self.check()
 
-    def _grow_now(self, trailers: list[Chunk], payload: list[Chunk]) -> None:
+    def parts(self, first: int = 0) -> list[NDArray[np.uint8]]:
+        """The chunks that have memory, or get it by themselves, and hold no slot below ``first``, as flat views."""
+        view = self._mapping.bytes
+        if view is None:
+            raise TierError(f"{self.name}: closed")
+        wanted = [c for c in self._chunks if c.first >= first and (c in self._there or c.first < self.goal_slots)]
+        return [view[c.offset : c.offset + c.nbytes] for c in wanted]
+
+    def shrink(self, slots: int) -> int:
+        """Keep the first ``slots``; unregister and give back the chunks that hold only others. How many bytes that was.
+
+        One thread at a time, with `grow`, and not while the slab grows by itself; the caller knows that nobody uses the
+        others. What has a slot below ``slots`` stays, so of a long chunk much may stay: `grow` has less to do then.
+        Raises the first CudaError of unregistering, after all is done.
+        """
+        self.goal_slots = self.ready_slots = slots
+        failure: CudaError | None = None
+        given = 0
+        for chunk in reversed(self._chunks):
+            if chunk.first < slots or chunk not in self._there:
+                continue
+            self._there.discard(chunk)
+            try:
+                if self._registrations is not None:
+                    self._registrations.drop(self.address + chunk.offset)
+            except CudaError as error:
+                failure = failure or error
+                continue  # still pinned, perhaps: then its memory must stay what it is
+            if self._touches:
+                self._mapping.give_back(chunk.offset, chunk.nbytes, self._observer)
+            given += chunk.nbytes
+        if failure is not None:
+            raise failure
+        return given
+
+    def grow(self, slots: int) -> None:
+        """Have the first ``slots`` ready, in the caller's thread. New memory is zeros.
+
+        Raises CapacityError where memory runs out, CudaError where pinning fails: what was begun is undone then.
+        """
+        if slots <= self.ready_slots:
+            return
+        before, had = self.ready_slots, set(self._there)
+        self.goal_slots = slots
         try:
-            self._grow(trailers, payload)
+            self._grow()
         except BaseException:
-            self._release()
+            self.goal_slots = self.ready_slots = before
+            for chunk in reversed([c for c in self._chunks if c in self._there - had]):
+                self._there.discard(chunk)
+                if self._registrations is not None:
+                    self._registrations.drop(self.address + chunk.offset)
+                if self._touches:
+                    self._mapping.give_back(chunk.offset, chunk.nbytes, self._observer)
             raise
 
-    def _grow_behind(self, trailers: list[Chunk], payload: list[Chunk]) -> None:
+    def _grow_behind(self) -> None:
         try:
-            self._grow(trailers, payload)
+            self._grow()
         except BaseException as error:  # kept, and raised by whoever asks next
             with self._changed:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _grow(self, trailers: list[Chunk], payload: list[Chunk]) -> None:
-        """Touch and register chunk by chunk, each payload chunk behind the trailers of its slots."""
-        total = len(trailers) + len(payload)
-        for number, chunk in enumerate(_in_turn(trailers, payload)):
+    def _grow(self) -> None:
+        """Touch and register chunk by chunk, each payload chunk behind the trailers of its slots, up to the goal."""
+        for number, chunk in enumerate(self._chunks):
             if self._stop:
                 return
-            if self._touches:
-                self._mapping.populate(
-                    chunk.offset, chunk.nbytes, threads=self._threads, node=self._node, observer=self._observer
-                )
-            if self._registrations is not None:
-                try:
-                    self._registrations.add(self.address + chunk.offset, chunk.nbytes)
-                except CudaError as error:
-                    text = f"{self.name}: pinning chunk {number + 1} of {total} ({chunk.nbytes} bytes) failed: {error}"
-                    raise CudaError(text, error.code) from error
-            if chunk in payload:
+            if chunk.first >= self.goal_slots:
+                continue
+            if chunk not in self._there:
+                self._make(number, chunk)
+            if chunk in self._payload_chunks and chunk.stop > self.ready_slots:
                 with self._changed:
-                    self.ready_slots = chunk.stop
+                    self.ready_slots = min(chunk.stop, self.goal_slots)
                     self._changed.notify_all()
-                self._observer.noted("host.ready", name=self.name, ready_slots=chunk.stop, num_slots=self.num_slots)
+                self._observer.noted(
+                    "host.ready", name=self.name, ready_slots=self.ready_slots, num_slots=self.num_slots
+                )
+
+    def _make(self, number: int, chunk: Chunk) -> None:
+        if self._touches:
+            self._mapping.populate(
+                chunk.offset, chunk.nbytes, threads=self._threads, node=self._node, observer=self._observer
+            )
+        if self._registrations is not None:
+            try:
+                self._registrations.add(self.address + chunk.offset, chunk.nbytes)
+            except CudaError as error:
+                total = len(self._chunks)
+                text = f"{self.name}: pinning chunk {number + 1} of {total} ({chunk.nbytes} bytes) failed: {error}"
+                raise CudaError(text, error.code) from error
+        self._there.add(chunk)
 
     def _release(self) -> None:
         """Unregister in reverse, then unmap."""

@@ -114,13 +114,13 @@ class PageTable:
             else:
                 view[int(self._pages[span.page]), span.offset : span.offset + span.tokens].copy_(part)
 
-    def gather(self, view: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Tokens ``start`` to ``stop - 1`` of ``view`` (as in `write`): a new contiguous (1, heads, tokens, dim).
-
-        One copy, on the current stream.
+    def gather(self, view: torch.Tensor, start: int, stop: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens ``start`` to ``stop - 1`` of ``view`` (as in `write`), (1, heads, tokens, dim): into ``out``, or a new
+        contiguous tensor. One copy, on the current stream.
         """
         _, _, heads, dim = view.shape
-        out = torch.empty((1, heads, stop - start, dim), dtype=view.dtype, device=view.device)
+        if out is None:
+            out = torch.empty((1, heads, stop - start, dim), dtype=view.dtype, device=view.device)
         by_head = view.permute(2, 0, 1, 3)  # (heads, pages, page_size, dim)
         for span in spans(start, stop, self.page_size):
             part = out[0, :, span.start : span.start + span.tokens]

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # A virtual environment for one engine, beside the one with kvtransfer in it:
 #
-#     tests/engines/prepare.sh sglang FOLDER        # then: FOLDER/bin/python -m pytest -m engines tests/engines/sglang
+#     tests/engines/prepare.sh sglang FOLDER
+#     PATH=FOLDER/bin:$PATH python -m pytest -m engines tests/engines/sglang
 #
 # The engine comes without its dependencies (they would bring a CUDA build of torch and a dozen kernel libraries).
 # torch, triton, pytest and kvtransfer are seen in the environment of `python` (or $PYTHON), by a .pth file. What an
-# engine has: engine.txt, installed without dependencies; needs.txt, with theirs; stubs/, import-only stand-ins.
+# engine has: engine.txt, installed without dependencies; needs.txt, with theirs; stubs/, import-only stand-ins; and
+# debian.txt, packages of the system that must be there already.
 set -euo pipefail
 
 engine=$1

@@ -1,0 +1,83 @@
+"""A local model behind bench/local_server.py, with one set of tiers after the other."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from local_server import serving
+from rich.console import Console
+
+from kvtransfer.config import Config, load_config
+from kvtransfer.demo_model import LoadedModel, load_model
+from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
+from kvtransfer.integrations.prefix_cache import PrefixCache
+
+ABLATIONS = ("none", "host", "host+disk", "host+disk+remote")
+
+
+@dataclass(frozen=True)
+class LocalOptions:
+    """``folder`` is the disk tier's; ``redis`` the remote tier's URL."""
+
+    device: torch.device
+    model: str | None
+    random_weights: bool
+    page_size: int
+    host_pages: int
+    folder: Path
+    disk_gb: float
+    redis: str | None
+
+
+def served(options: LocalOptions, cases: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """(case, URL) of a server for each case, which serves until the next one is asked for."""
+    loaded = load_model(options.model, options.random_weights, options.device, Console(stderr=True, highlight=False))
+    for case in cases:
+        if case == "none":
+            yield from _serve(case, loaded, KeptPrefixes(most=0), options, {})
+            continue
+        pool_tokens = int(loaded.model.config.get_text_config(decoder=True).max_position_embeddings)
+        prefixes = PrefixCache.create(
+            loaded.model,
+            _config(case, options),
+            page_size=options.page_size,
+            pool_tokens=min(pool_tokens, 1 << 16),
+            model_name=f"bench-{secrets.token_hex(8)}",  # what earlier runs left in a shared store is not ours
+        )
+        yield from _serve(case, loaded, prefixes, options, {"cache": prefixes})
+
+
+def _serve(
+    case: str, loaded: LoadedModel, prefixes: Any, options: LocalOptions, more: dict[str, PrefixCache]
+) -> Iterator[tuple[str, str]]:
+    engine = LocalEngine(loaded.model, loaded.encode, loaded.decode, prefixes, page_size=options.page_size)
+
+    def info() -> dict[str, Any]:
+        if not more:
+            return {}
+        stats = more["cache"].stats()
+        return {
+            "cached_tokens": stats.cached_tokens,
+            "loaded_pages": stats.loaded_pages,
+            "stored_pages": more["cache"].tiers.stats().directory.tiers["host"].counters.get("written", 0),
+        }
+
+    try:
+        with serving(engine, info=info) as server:
+            yield case, server.url
+    finally:
+        engine.close()
+
+
+def _config(case: str, options: LocalOptions) -> Config:
+    tiers: dict[str, Any] = {"host": {"pages": options.host_pages}}
+    if "disk" in case:
+        tiers["disk"] = {"paths": [str(options.folder / case.replace("+", "-"))], "cache_gb": options.disk_gb}
+    if "remote" in case:
+        tiers["remote"] = {"kind": "redis", "url": options.redis}
+    return load_config(arguments={"tiers": tiers, "prefetch": {"min_tokens": 0}}, environment={})

@@ -1,0 +1,142 @@
+"""What OpenAI-style and SGLang-style servers answer, whole or in pieces, and how pieces make one `Completion`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from msgspec import Struct, field
+
+from kvtransfer.completion import Completion, KVDigests
+from kvtransfer.kernels.errors import ServerError
+
+
+class _CachedTokens(Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _CachedTokens | None = None
+
+
+class _Logprobs(Struct):
+    tokens: list[str] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Choice(Struct):
+    text: str = ""
+    logprobs: _Logprobs | None = None
+
+
+class OpenAIAnswer(Struct):
+    """One object of /v1/completions, whole or of a stream. ``kv_digests`` is ours."""
+
+    choices: list[_Choice] = field(default_factory=list)
+    usage: _Usage | None = None
+    kv_digests: KVDigests | None = None
+
+
+class _Model(Struct):
+    id: str
+
+
+class OpenAIModels(Struct):
+    """/v1/models."""
+
+    data: list[_Model] = field(default_factory=list)
+
+
+_TopToken = tuple[float, int, str | None]
+_Told = tuple[float | None, int, str | None]
+_T = TypeVar("_T")
+
+
+class _Meta(Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    output_token_logprobs: list[_Told] | None = None
+    output_top_logprobs: list[list[_TopToken] | None] | None = None
+
+
+class SGLangAnswer(Struct):
+    """One object of /generate; in a stream ``text`` holds everything so far. ``kv_digests`` is ours."""
+
+    text: str = ""
+    output_ids: list[int] | None = None
+    meta_info: _Meta = field(default_factory=_Meta)
+    kv_digests: KVDigests | None = None
+
+
+def join_openai(pieces: Iterable[tuple[float, OpenAIAnswer]]) -> Completion:
+    """One completion of (seconds, piece). ServerError if nothing came."""
+    text, first_s, last_s = "", None, None
+    tokens: list[str] = []
+    tops: list[list[tuple[str, float]]] = []
+    usage, digests, texts = None, None, 0
+    for at, piece in pieces:
+        usage, digests = piece.usage or usage, piece.kv_digests or digests
+        last_s = at if piece.choices or last_s is None else last_s
+        for choice in piece.choices[:1]:
+            if first_s is None and (choice.text or choice.logprobs is not None):
+                first_s = at
+            text += choice.text
+            texts += bool(choice.text)
+            if choice.logprobs is not None:
+                tokens += choice.logprobs.tokens
+                for top in choice.logprobs.top_logprobs or []:
+                    ranked = sorted((top or {}).items(), key=lambda item: -item[1])
+                    tops.append([(name.removeprefix("token_id:"), logprob) for name, logprob in ranked[:2]])
+    if last_s is None:
+        raise ServerError("/v1/completions: expected an answer, got an empty one", 200)
+    details = usage.prompt_tokens_details if usage is not None else None
+    return Completion(
+        tokens=[token.removeprefix("token_id:") for token in tokens],
+        text=text,
+        prompt_tokens=usage.prompt_tokens if usage is not None else None,
+        cached_tokens=details.cached_tokens if details is not None else None,
+        output_tokens=(usage.completion_tokens if usage is not None else None) or len(tokens) or texts,
+        tops=tops,
+        first_token_s=last_s if first_s is None else first_s,
+        total_s=last_s,
+        digests=digests,
+    )
+
+
+def join_sglang(pieces: Iterable[tuple[float, SGLangAnswer]]) -> Completion:
+    """One completion of (seconds, piece). ServerError if nothing came."""
+    first_s: float | None = None
+    last: tuple[float, SGLangAnswer] | None = None
+    ids: list[int] = []
+    told: list[_Told] = []
+    ranked: list[list[_TopToken] | None] = []
+    digests = None
+    for at, piece in pieces:
+        first_s = at if first_s is None else first_s
+        last, digests = (at, piece), piece.kv_digests or digests
+        # Pieces of a stream hold everything so far, or with some settings only what is new.
+        ids = _grown(ids, piece.output_ids or [])
+        told = _grown(told, piece.meta_info.output_token_logprobs or [])
+        ranked = _grown(ranked, piece.meta_info.output_top_logprobs or [])
+    if last is None or first_s is None:
+        raise ServerError("/generate: expected an answer, got an empty one", 200)
+    meta = last[1].meta_info
+    return Completion(
+        tokens=[str(token) for _, token, _ in told] or [str(token) for token in ids],
+        text=last[1].text,
+        prompt_tokens=meta.prompt_tokens,
+        cached_tokens=meta.cached_tokens,
+        output_tokens=meta.completion_tokens or len(ids),
+        tops=[[(str(token), logprob) for logprob, token, _ in (top or [])[:2]] for top in ranked],
+        first_token_s=first_s,
+        total_s=last[0],
+        digests=digests,
+    )
+
+
+def _grown(so_far: list[_T], piece: list[_T]) -> list[_T]:
+    """``piece`` if it begins as what was there does, else both joined."""
+    return piece if piece[: len(so_far)] == so_far else so_far + piece

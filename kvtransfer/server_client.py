@@ -1,0 +1,214 @@
+"""A client of an inference server that speaks as OpenAI's completions do, or as SGLang does.
+
+It is `http.client` of the standard library: requests are few and plain, the engine's container needs nothing more
+for it, and a line of a stream is handed over when it arrives, so that times are those of the tokens.
+"""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtransfer.completion import Completion, Prompt
+from kvtransfer.kernels.errors import ConfigError, ServerError
+from kvtransfer.server_answers import OpenAIAnswer, OpenAIModels, SGLangAnswer, join_openai, join_sglang
+
+Api = Literal["openai", "sglang"]
+FLUSH_PATHS: dict[Api, tuple[str, ...]] = {
+    "openai": ("/reset_prefix_cache", "/flush_cache"),
+    "sglang": ("/flush_cache",),
+}
+_OWN_INFO = "/kvtransfer"  # answered by servers that can say digests
+_TooMuch = (400, 422)  # a server that refuses fields it does not know
+_T = TypeVar("_T")
+
+
+class ServerClient:
+    """Thread-safe: each request has a connection of its own. Greedy decoding only.
+
+    url         "http://host:port", with a path in front of the API's own if need be
+    api         what to speak; None: asked of the server
+    model       name that OpenAI's API wants; None: the first that the server lists
+    timeout_s   of each wait for bytes
+    flush_path  that empties the engine's own prefix cache; None: what the two kinds of server use
+
+    Raises ServerError if the server does not answer, ConfigError for a URL that is none.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api: Api | None = None,
+        model: str | None = None,
+        timeout_s: float = 600.0,
+        flush_path: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"url: expected http://host:port, got {url!r}")
+        self.url, self._timeout_s = url, timeout_s
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self.api: Api = self._find_api() if api is None else api
+        self._flush_paths = FLUSH_PATHS[self.api] if flush_path is None else (flush_path,)
+        self.model = self._find_model() if model is None and self.api == "openai" else model
+        self.tells_digests = self._status("GET", _OWN_INFO) == 200
+        self._plain = False  # fields of vLLM only are left out
+
+    def complete(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        *,
+        stream: bool = False,
+        tops: bool = False,
+        digests: bool = False,
+        ignore_eos: bool = False,
+    ) -> Completion:
+        """One greedy answer. ``tops``: with the two most likely tokens at each place; ``digests``: of the KV, where
+        the server can tell (`tells_digests`). Raises ServerError.
+        """
+        digests = digests and self.tells_digests
+        if self.api == "sglang":
+            body = sglang_request(prompt, max_new_tokens, stream=stream, tops=tops, ignore_eos=ignore_eos)
+            if digests:
+                body["kv_digests"] = True
+            return join_sglang(self._timed("/generate", body, SGLangAnswer, stream))
+        body = openai_request(self.model or "", prompt, max_new_tokens, stream=stream, tops=tops, ignore_eos=ignore_eos)
+        if digests:
+            body["kv_digests"] = True
+        if tops and not self._plain:
+            try:  # ids in place of texts: two tokens may have the same text
+                body["return_tokens_as_token_ids"] = True
+                return join_openai(self._timed("/v1/completions", body, OpenAIAnswer, stream))
+            except ServerError as error:
+                if error.status not in _TooMuch:
+                    raise
+                self._plain = True
+                del body["return_tokens_as_token_ids"]
+        return join_openai(self._timed("/v1/completions", body, OpenAIAnswer, stream))
+
+    def flush(self) -> None:
+        """Empty the engine's own prefix cache. Raises ConfigError where the server has no such request."""
+        for path in self._flush_paths:
+            status = self._status("POST", path)
+            if 200 <= status < 300:
+                return
+            if status not in (404, 405):
+                raise ServerError(f"{self.url}{path}: expected the cache to be flushed, got status {status}", status)
+        raise ConfigError(
+            f"{self.url}: expected a request that empties the prefix cache, got 404 for "
+            f"{', '.join(self._flush_paths)}; start vLLM with VLLM_SERVER_DEV_MODE=1, or give --flush-path"
+        )
+
+    def info(self) -> dict[str, Any] | None:
+        """What a server of ours says about itself and its cache; None from others."""
+        if not self.tells_digests:
+            return None
+        with self._open("GET", _OWN_INFO, None) as answer:
+            found: dict[str, Any] = self._decode(answer.read(), dict[str, Any], _OWN_INFO)
+        return found
+
+    # --- inside
+
+    def _find_api(self) -> Api:
+        if self._status("GET", "/get_model_info") == 200 or self._status("GET", "/model_info") == 200:
+            return "sglang"
+        if self._status("GET", "/v1/models") == 200:
+            return "openai"
+        raise ServerError(f"{self.url}: expected an OpenAI-style or SGLang-style server, got neither; give --api", 404)
+
+    def _find_model(self) -> str:
+        with self._open("GET", "/v1/models", None) as answer:
+            models = self._decode(answer.read(), OpenAIModels, "/v1/models").data
+        if not models:
+            raise ServerError(f"{self.url}/v1/models: expected a model, got none; give --model", 200)
+        return models[0].id
+
+    def _timed(self, path: str, body: dict[str, Any], kind: type[_T], stream: bool) -> Iterator[tuple[float, _T]]:
+        """(seconds since the request, answer) of each piece."""
+        started = time.perf_counter()
+        with self._open("POST", path, body) as answer:
+            if not stream:
+                yield time.perf_counter() - started, self._decode(answer.read(), kind, path)
+                return
+            while line := answer.readline():
+                at = time.perf_counter() - started
+                data = line.strip().removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                if data and line.startswith(b"data:"):
+                    yield at, self._decode(data, kind, path)
+
+    def _status(self, method: str, path: str) -> int:
+        try:
+            with self._open(method, path, {} if method == "POST" else None) as answer:
+                answer.read()
+                return answer.status
+        except ServerError as error:
+            if error.status is None:
+                raise
+            return error.status
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=self._timeout_s)
+        try:
+            data = None if body is None else msgspec.json.encode(body)
+            connection.request(method, self._base + path, body=data, headers=self._headers)
+            answer = connection.getresponse()
+            if answer.status >= 300:
+                said = answer.read(500).decode(errors="replace").strip()
+                raise ServerError(f"{self.url}{path}: expected status 200, got {answer.status}: {said}", answer.status)
+            yield answer
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
+        finally:
+            connection.close()
+
+    def _decode(self, data: bytes, kind: type[_T], path: str) -> _T:
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise ServerError(
+                f"{self.url}{path}: expected {kind.__name__}, got {data[:200]!r}: {error}", 200
+            ) from error
+
+
+def openai_request(
+    model: str, prompt: Prompt, max_new_tokens: int, *, stream: bool, tops: bool, ignore_eos: bool
+) -> dict[str, Any]:
+    """Body of a greedy /v1/completions."""
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0.0}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    if tops:
+        body["logprobs"] = 2
+    if ignore_eos:
+        body["ignore_eos"] = True
+    return body
+
+
+def sglang_request(
+    prompt: Prompt, max_new_tokens: int, *, stream: bool, tops: bool, ignore_eos: bool
+) -> dict[str, Any]:
+    """Body of a greedy /generate."""
+    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    body: dict[str, Any] = {("text" if isinstance(prompt, str) else "input_ids"): prompt, "sampling_params": sampling}
+    if stream:
+        body["stream"] = True
+    if tops:
+        body |= {"return_logprob": True, "top_logprobs_num": 2}
+    return body

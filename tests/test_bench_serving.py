@@ -1,0 +1,186 @@
+"""The serving benchmark: its load, its figures, and the whole of it over tiny local servers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_serving
+import numpy as np
+import pytest
+from bench_serving import Row
+from local_server import serving
+from serving_load import Shot, drive, figures
+from tier_servers import start_redis
+
+from kvtransfer.completion import Completion, Prompt
+from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.prompts import NamedPrompt
+from kvtransfer.server_client import ServerClient
+
+TEXTS = [f"Request {n}: " + "pages go down and pages come up again. " * (3 + n) for n in range(4)]
+
+
+class Clockwork:
+    """An engine that takes a known time: 50 ms to the first token, 20 ms for each one after it."""
+
+    first_s, next_s = 0.05, 0.02
+
+    def __init__(self) -> None:
+        self.running, self.most_running = 0, 0
+        self.begun: list[float] = []
+
+    @staticmethod
+    def decode(ids: list[int]) -> str:
+        return "x" * len(ids)
+
+    def complete(
+        self,
+        prompt: Prompt,
+        max_new_tokens: int,
+        *,
+        tops: bool = False,
+        digests: bool = False,
+        ignore_eos: bool = False,
+        on_token: Callable[[int], None] | None = None,
+    ) -> Completion:
+        if prompt == "bad":
+            raise ConfigError("a prompt that is refused")
+        self.begun.append(time.perf_counter())
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        for number in range(max_new_tokens):
+            time.sleep(self.next_s if number else self.first_s)
+            assert on_token is not None
+            on_token(1)
+        self.running -= 1
+        return Completion(["1"] * max_new_tokens, "x" * max_new_tokens, len(prompt), 3, max_new_tokens)
+
+    def flush(self) -> None: ...
+
+
+@pytest.fixture
+def clockwork() -> Iterator[tuple[Clockwork, ServerClient]]:
+    engine = Clockwork()
+    with serving(engine) as server:
+        yield engine, ServerClient(server.url)
+
+
+def test_times_are_those_of_the_tokens(clockwork: tuple[Clockwork, ServerClient]) -> None:
+    _, client = clockwork
+    (shot,), wall_s = drive(client, [NamedPrompt("a", "abc")], max_new_tokens=5, concurrency=1)
+    assert 0.05 <= shot.first_token_s <= shot.total_s - 0.08 and shot.total_s <= wall_s
+    assert (shot.prompt_tokens, shot.cached_tokens, shot.output_tokens, shot.error) == (3, 3, 5, None)
+
+
+def test_concurrency_is_a_bound_that_is_used(clockwork: tuple[Clockwork, ServerClient]) -> None:
+    engine, client = clockwork
+    shots, _ = drive(client, [NamedPrompt(str(n), "abc") for n in range(9)], max_new_tokens=2, concurrency=3)
+    assert engine.most_running == 3 and [shot.name for shot in shots] == list(map(str, range(9)))
+
+
+def test_qps_spreads_requests_and_waiting_counts(clockwork: tuple[Clockwork, ServerClient]) -> None:
+    engine, client = clockwork
+    prompts = [NamedPrompt(str(n), "abc") for n in range(12)]
+    started = time.perf_counter()
+    drive(client, prompts, max_new_tokens=1, concurrency=12, qps=20, seed=1)
+    gaps = np.random.default_rng(1).exponential(1 / 20, 12)
+    wanted = np.cumsum(gaps) - gaps[0]
+    assert (np.sort(engine.begun) - started >= wanted).all(), "a request was sent before it was due"
+    crowded, _ = drive(client, prompts, max_new_tokens=1, concurrency=1, qps=1000, seed=1)
+    assert crowded[-1].first_token_s > 10 * Clockwork.first_s, "waiting for a place was left out"
+
+
+def test_failures_are_counted(clockwork: tuple[Clockwork, ServerClient]) -> None:
+    _, client = clockwork
+    shots, wall_s = drive(client, [NamedPrompt("a", "abc"), NamedPrompt("b", "bad")], max_new_tokens=1, concurrency=2)
+    found = figures(shots, wall_s)
+    assert (found.requests, found.failed) == (2, 1) and "refused" in str(shots[1].error)
+    assert Row("x", found).wrong == "x: 1 requests failed"
+
+
+def test_figures() -> None:
+    shots = [Shot(str(n), n / 100, n / 10, 10, n, 4) for n in range(1, 101)]
+    found = figures(shots, 20.0)
+    times = [found.ttft_avg_s, found.ttft_p50_s, found.ttft_p90_s, found.ttft_p99_s, found.e2e_p50_s]
+    assert times == pytest.approx([0.505, 0.505, 0.901, 0.9901, 5.05])
+    assert (found.requests, found.failed, found.requests_per_s, found.output_tokens_per_s) == (100, 0, 5.0, 20.0)
+    assert (found.input_tokens, found.cached_tokens) == (1000, 5050)
+    assert figures([*shots, Shot("x", 1, 1, 10, None, 4)], 1.0).cached_tokens is None
+    assert figures([], 1.0).ttft_p99_s == 0
+    assert Row("x", found, counted_tokens=5050).wrong is None
+    assert Row("x", found, counted_tokens=5049).wrong == "x: answers tell 5050 cached tokens, the cache 5049"
+
+
+def run(*args: str) -> int:
+    return bench_serving.main(["--random-weights", "--device", "cpu", "--max-new-tokens", "3", *args])
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> tuple[str, str]:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS))
+    return "--prompts", str(file)
+
+
+@pytest.mark.timeout(200)
+def test_every_part_of_the_ablation(
+    prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The host tier of 20 pages can't hold the 41 of all prompts: what the lower tiers add shows in cached tokens."""
+    pytest.importorskip("matplotlib")
+    server, port, _ = start_redis(tmp_path)
+    try:
+        files = [tmp_path / name for name in ("out.json", "out.csv", "out.png")]
+        words = ["--json", str(files[0]), "--csv", str(files[1]), "--plot", str(files[2])]
+        words += ["--ablation", "none", "host", "host+disk", "host+disk+remote"]
+        words += ["--redis", f"redis://127.0.0.1:{port}", "--disk", str(tmp_path), "--disk-gb", "0.1"]
+        assert run(*words, *prompts, "--host-pages", "20") == 0
+    finally:
+        server.kill()
+    rows: list[dict[str, Any]] = json.loads(files[0].read_text())["rows"]
+    assert [row["case"] for row in rows] == ["none", "host", "host+disk", "host+disk+remote"]
+    none, host, disk, remote = rows
+    tokens = [len(text) for text in TEXTS]
+    whole = sum(min(n // 16 * 16, n - 1) for n in tokens)
+    assert all(row["figures"]["input_tokens"] == sum(tokens) for row in rows)
+    assert none["figures"]["cached_tokens"] == 0 and none["loads"] is None
+    assert 0 <= host["figures"]["cached_tokens"] < whole
+    assert disk["figures"]["cached_tokens"] == remote["figures"]["cached_tokens"] == whole
+    for row in rows[1:]:
+        assert row["counted_tokens"] == row["figures"]["cached_tokens"]
+        assert row["loads"] * 16 >= row["counted_tokens"]
+    with files[1].open() as lines:
+        written = list(csv.DictReader(lines))
+    assert [row["case"] for row in written] == [row["case"] for row in rows]
+    assert written[2]["cached_tokens"] == str(whole) and float(written[2]["ttft_p90_s"]) > 0
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+    out = capsys.readouterr().out
+    assert all(word in out for word in ("TTFT avg ms", "p99", "e2e p50 ms", "out tok/s", "cached / input", "loads"))
+
+
+def test_against_a_url(prompts: tuple[str, str], clockwork: tuple[Clockwork, ServerClient], tmp_path: Path) -> None:
+    _, client = clockwork
+    file = tmp_path / "out.json"
+    assert run("--url", client.url, "--json", str(file), *prompts, "--qps", "50") == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["figures"]["cached_tokens"] == 12 and row["cached_share"] == 12 / sum(map(len, TEXTS))
+    assert row["loads"] is None and row["figures"]["ttft_p50_s"] >= 0.05
+
+
+def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for bad, said in (
+        (["--concurrency", "0"], "above 0"),
+        (["--qps", "0"], "above 0"),
+        (["--ablation", "host+disk+remote"], "expected --redis"),
+        (["--csv", str(tmp_path / "no" / "x")], "folder that exists"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            run(*bad)
+        assert end.value.code == 2 and said in capsys.readouterr().err
+    assert run("--prompts", str(tmp_path / "none")) == 2
+    assert run("--url", "http://127.0.0.1:9") == 2
