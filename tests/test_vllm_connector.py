@@ -334,7 +334,7 @@ def test_what_it_does_not_serve_is_refused(make: Make) -> None:
     facts()
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         with pytest.raises(ConfigError, match=f"{name}: expected 1 with this connector, got 2"):
-            facts(**{name: 2})
+            facts(None, **{name: 2})
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(16))
     for groups in ([full, full], [KVCacheGroupSpec(["a"], SlidingWindowSpec(16))], []):
         with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):

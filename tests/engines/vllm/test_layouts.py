@@ -1,5 +1,5 @@
-"""Pools over views that vLLM's own code makes: every page goes to host memory and comes back into other blocks, byte for
-byte, and a byte at every coordinate is where it should be."""
+"""Pools over views that vLLM's own code makes: every page goes to host memory and comes back into other blocks, byte
+for byte, and a byte at every coordinate is where it should be."""
 
 from __future__ import annotations
 
