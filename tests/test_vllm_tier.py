@@ -95,7 +95,7 @@ class Rig:
         while (said := self.tier.lookup(key, ReqContext("r"))) is LookupResult.RETRY and time.monotonic() < until:
             self.tier.on_schedule_end(ScheduleEndContext((), ()))
             time.sleep(0.002)
-        return said.name
+        return str(said.name)
 
     def close(self) -> None:
         self.tier.shutdown()
