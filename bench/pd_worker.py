@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
-from torch.distributed import FileStore
 
 from kvtransfer.config import load_config
 from kvtransfer.demo_model import load_model
@@ -48,7 +48,7 @@ def main() -> None:
     with ExitStack() as open_:
         ranks = None
         if settings["tp"] > 1:
-            store = FileStore(settings["meeting"], -1)
+            store = dist.FileStore(settings["meeting"], -1)  # type: ignore[attr-defined]
             ranks = RankGroup(Topology(tp=settings["tp"]), settings["rank"], store, name=settings["role"])
             open_.callback(ranks.close)
         prefixes = open_.enter_context(
@@ -63,9 +63,13 @@ def main() -> None:
             )
         )
         print(json.dumps({"ready": True}), file=answers, flush=True)
+        cached: list[int] = []
+
+        def inspect(_: object, hits: tuple[int, ...]) -> None:
+            cached.append(hits[0])
+
         for line in sys.stdin:
             asked = json.loads(line)
-            cached: list[int] = []
             started = time.perf_counter()
             out = prefixes.generate(
                 model,
@@ -74,7 +78,7 @@ def main() -> None:
                 do_sample=False,
                 pad_token_id=0,
                 eos_token_id=None,
-                inspect=lambda _, hits, cached=cached: cached.extend(hits),
+                inspect=inspect,
             )
             took_s = time.perf_counter() - started
             prefixes.flush()

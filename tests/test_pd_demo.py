@@ -27,8 +27,10 @@ def check(outcome: Outcome, new_tokens: int) -> None:
     assert len(decode_1.tokens) == len(decode_2.tokens) == new_tokens
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 4), (4, 1)])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [(1, 2), (2, 4), *(pytest.param(a, b, marks=pytest.mark.long) for a, b in ((1, 1), (4, 1)))]
+)
 def test_sizes_over_redis(prefill: int, decode: int, tmp_path: Path) -> None:
     server, port, _ = start_redis(tmp_path)
     try:
@@ -39,7 +41,7 @@ def test_sizes_over_redis(prefill: int, decode: int, tmp_path: Path) -> None:
         server.kill()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_over_mooncake(tmp_path: Path) -> None:
     mooncake = Mooncake(tmp_path, segment_mib=128, lease_ms=5000)
     try:

@@ -130,12 +130,14 @@ class PrefixCache:
         *,
         attention_mask: torch.Tensor | None = None,
         inspect: Inspect | None = None,
+        store: bool = True,
         **options: Any,
     ) -> Any:
         """``model.generate(ids, **options)``, without computing what the cache has. The same result.
 
         ids      (rows, tokens), several prompts padded on the left with their ``attention_mask``; or lists of ids
         inspect  see `Inspect`
+        store    keep what is new; False for what nobody will ask again
 
         A batch uses the columns that all of its rows have. Where a page fails on its way the forward is given up before
         a token came out, and done again with what is left. Raises CapacityError where the pool is too small,
@@ -147,6 +149,7 @@ class PrefixCache:
         pad = options.get("pad_token_id")
         batch = PromptBatch.of(ids, attention_mask, 0 if pad is None else int(pad), model.device)
         longest = batch.columns + new_tokens(model, batch.columns, options)
+        self._await_stores(batch)
         self._fetch(batch)
         for attempt in range(1, _TRIES + 1):
             run = self._reserve(model, batch, longest)
@@ -167,7 +170,7 @@ class PrefixCache:
             except BaseException:
                 run.end()
                 raise
-            lost = run.store(self._rows(model, run, out, options))
+            lost = run.store(self._rows(model, run, out, options)) if store else 0
             with self._lock:
                 self._leaving.append(run)
             self._count(
@@ -214,6 +217,16 @@ class PrefixCache:
         self.close()
 
     # --- inside
+
+    def _await_stores(self, batch: PromptBatch) -> None:
+        """What begins as one of the prompts and is on its way to the host can be hit in a moment: the next turn of a
+        conversation comes at once."""
+        size = self.tiers.page_size
+        starts = [tuple(row[:size]) for row in batch.rows]
+        with self._lock:
+            near = [run for run in self._leaving if any(start in run.starts for start in starts)]
+        for run in near:
+            run.wait()
 
     def _fetch(self, batch: PromptBatch) -> None:
         """Bring what lower tiers have to the host, as long as the stop policy says; as "decode" until all is there."""

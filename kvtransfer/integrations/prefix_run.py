@@ -37,6 +37,7 @@ class PrefixRun:
         self.cache, self.batch = cache, batch
         self.cached: tuple[int, ...] = (0,) * len(batch.rows)
         self.loaded = False
+        self.starts: set[tuple[int, ...]] = set()  # first pages of what is being stored
         self.stores: list[CacheStore] = []
         self._tiers, self._scope = tiers, scope
         self.loads: list[CacheLoad] = []
@@ -99,6 +100,7 @@ class PrefixRun:
             pages = len(tokens) // self._tiers.page_size
             if not pages:
                 continue
+            self.starts.add(tuple(tokens[: self._tiers.page_size]))
             try:
                 self.stores.append(self._tiers.store(tokens, table.pages[:pages], self._scope))
             except TierError:  # the cache goes on without: it is counted
