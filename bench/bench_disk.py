@@ -30,7 +30,7 @@ from kvtransfer.tiers.record import RecordHeader
 BATCH_PAGES, IN_FLIGHT = 128, 4
 SPACE = bytes(32)
 SPECS = {
-    "1 MiB": (KVSpec.attention(num_layers=16, page_size=16, kv_heads=8, head_dim=128, itemsize=2), 256, 0.85),
+    "1 MiB": (KVSpec.attention(num_layers=16, page_size=16, kv_heads=8, head_dim=128, itemsize=2), 1024, 0.85),
     "64 KiB": (KVSpec.attention(num_layers=1, page_size=16, kv_heads=8, head_dim=128, itemsize=2), 4096, 0.75),
 }
 ENGINES = {

@@ -36,8 +36,8 @@ def mapped_kernel(
     table, layer_rows, num_layers, src_shift: tl.int64, dst_shift: tl.int64, src_ids, dst_ids, src_first, dst_first,
     num_pages, status, digests, digest_layers, flags,
     COLUMNS: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr,
-    LOOPS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr, GATED: tl.constexpr,
-    DIGEST: tl.constexpr,
+    LOOPS: tl.constexpr, EXTENTS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr,
+    GATED: tl.constexpr, DIGEST: tl.constexpr,
 ):  # fmt: skip
     """Grid (CTAs,): every CTA takes each CTAs-th tile of every entry, layer after layer."""
     pages = pages_let_through(num_pages, status, GATED)
@@ -45,7 +45,7 @@ def mapped_kernel(
     entries = tl.load(layer_rows + num_layers)
     # Always one tile ahead, across entries too: the link's latency passes while the tile before is written.
     values = fetch_tile(
-        table, first, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
+        table, first, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, EXTENTS, PIECE, SRC_IDS
     )  # fmt: skip
     for layer in range(num_layers):
         for entry in range(tl.load(layer_rows + layer), tl.load(layer_rows + layer + 1)):
@@ -58,17 +58,17 @@ def mapped_kernel(
                 ahead = fetch_tile(
                     table + tl.where(last, following, entry) * COLUMNS, tl.where(last, first, tile + step), src_shift,
                     src_ids, src_first, tl.where(last, pages_after, pages),
-                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
+                    PAGES, LANES, WORD, SCALE, LOOPS, EXTENTS, PIECE, SRC_IDS,
                 )  # fmt: skip
                 finish_tile(
                     values, row, tile, dst_shift, dst_ids, dst_first, pages, digests, digest_layers,
-                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, DST_IDS, DIGEST, True,
+                    PAGES, LANES, WORD, SCALE, LOOPS, EXTENTS, PIECE, DST_IDS, DIGEST, True,
                 )  # fmt: skip
                 values = ahead
             if first >= tiles:  # nothing here for this CTA: what it holds ahead must be the next entry's
                 values = fetch_tile(
                     table + following * COLUMNS, first, src_shift, src_ids, src_first, pages_after,
-                    PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS,
+                    PAGES, LANES, WORD, SCALE, LOOPS, EXTENTS, PIECE, SRC_IDS,
                 )  # fmt: skip
         tl.debug_barrier()  # every thread's stores before the one thread that releases them
         tl.atomic_add(flags + layer, 1, sem="release", scope="sys")

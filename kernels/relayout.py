@@ -31,14 +31,17 @@ _UNALIGNED = ["src_ids", "dst_ids", "status", "digests"]
 
 
 @triton.jit
-def lane_offsets(row, lane, LOOPS: tl.constexpr, PIECE: tl.constexpr, SCALE: tl.constexpr):
+def lane_offsets(row, lane, LOOPS: tl.constexpr, EXTENTS: tl.constexpr, PIECE: tl.constexpr, SCALE: tl.constexpr):
     """Word offsets of ``lane`` (index in the unit, int32) on both sides: (source, destination), int64."""
     within = (lane % PIECE).to(tl.int64)
     piece = lane // PIECE
     src = within
     dst = within
     for d in tl.static_range(LOOPS):
-        extent = tl.load(row + 7 + 3 * d).to(tl.int32)
+        if len(EXTENTS) > 0:  # divisions by what the compiler knows are shifts, or a multiplication
+            extent = EXTENTS[d]
+        else:
+            extent = tl.load(row + 7 + 3 * d).to(tl.int32)
         src_stride = tl.load(row + 8 + 3 * d)
         dst_stride = tl.load(row + 9 + 3 * d)
         at = (piece % extent).to(tl.int64)
@@ -92,13 +95,13 @@ def side_pointers(
 def fetch_tile(
     row, tile, src_shift, src_ids, src_first, num_pages,
     PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
-    PIECE: tl.constexpr, SRC_IDS: tl.constexpr,
+    EXTENTS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr,
 ):  # fmt: skip
     """Read tile number ``tile`` of the entry at ``row``: [PAGES, LANES] words, 0 past the pages and the unit."""
     unit = load_unit(row, SCALE)
     page, lane = tile_pages(tile, unit, PAGES, LANES)
     live = page < num_pages
-    offsets, _ = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
+    offsets, _ = lane_offsets(row, lane, LOOPS, EXTENTS, PIECE, SCALE)
     base, stride = tl.load(row) + src_shift, tl.load(row + 2)
     at = side_pointers(base, stride, src_ids, src_first, page, live, offsets, SRC_IDS, WORD, SCALE)
     return tl.load(at, mask=live[:, None] & (lane < unit)[None, :], other=0, cache_modifier=".cg")
@@ -108,14 +111,14 @@ def fetch_tile(
 def finish_tile(
     values, row, tile, dst_shift, dst_ids, dst_first, num_pages, digests, digest_layers,
     PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr, LOOPS: tl.constexpr,
-    PIECE: tl.constexpr, DST_IDS: tl.constexpr, DIGEST: tl.constexpr, STORE: tl.constexpr,
+    EXTENTS: tl.constexpr, PIECE: tl.constexpr, DST_IDS: tl.constexpr, DIGEST: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Write what `fetch_tile` read, and add it to the digests of its pages."""
     unit = load_unit(row, SCALE)
     page, lane = tile_pages(tile, unit, PAGES, LANES)
     live = page < num_pages
     if STORE:
-        _, offsets = lane_offsets(row, lane, LOOPS, PIECE, SCALE)
+        _, offsets = lane_offsets(row, lane, LOOPS, EXTENTS, PIECE, SCALE)
         base, stride = tl.load(row + 1) + dst_shift, tl.load(row + 3)
         at = side_pointers(base, stride, dst_ids, dst_first, page, live, offsets, DST_IDS, WORD, SCALE)
         tl.store(at, values, mask=live[:, None] & (lane < unit)[None, :])
@@ -139,19 +142,19 @@ def relayout_kernel(
     table, src_shift: tl.int64, dst_shift: tl.int64, src_ids, dst_ids, src_first, dst_first, num_pages, status, digests,
     digest_layers,
     COLUMNS: tl.constexpr, PAGES: tl.constexpr, LANES: tl.constexpr, WORD: tl.constexpr, SCALE: tl.constexpr,
-    LOOPS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr, GATED: tl.constexpr,
-    DIGEST: tl.constexpr, STORE: tl.constexpr,
+    LOOPS: tl.constexpr, EXTENTS: tl.constexpr, PIECE: tl.constexpr, SRC_IDS: tl.constexpr, DST_IDS: tl.constexpr,
+    GATED: tl.constexpr, DIGEST: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs, entries): each program strides over the tiles of its entry."""
     row = table + tl.program_id(1) * COLUMNS
     pages = pages_let_through(num_pages, status, GATED)
     for tile in range(tl.program_id(0), count_tiles(row, pages, PAGES, LANES, SCALE), tl.num_programs(0)):
         values = fetch_tile(
-            row, tile, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, PIECE, SRC_IDS
+            row, tile, src_shift, src_ids, src_first, pages, PAGES, LANES, WORD, SCALE, LOOPS, EXTENTS, PIECE, SRC_IDS
         )  # fmt: skip
         finish_tile(
             values, row, tile, dst_shift, dst_ids, dst_first, pages, digests, digest_layers, PAGES, LANES,
-            WORD, SCALE, LOOPS, PIECE, DST_IDS, DIGEST, STORE,
+            WORD, SCALE, LOOPS, EXTENTS, PIECE, DST_IDS, DIGEST, STORE,
         )  # fmt: skip
 
 
@@ -164,6 +167,7 @@ def tile_constants(table: CopyTable) -> dict[str, Any]:
         "WORD": table.tile.word_bytes,
         "SCALE": table.tile.scale,
         "LOOPS": table.loops,
+        "EXTENTS": table.extents,
         "PIECE": table.piece_words,
         "num_warps": table.tile.warps,
     }

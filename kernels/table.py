@@ -34,6 +34,7 @@ class CopyTable:
     num_entries: int
     num_layers: int
     loops: int
+    extents: tuple[int, ...]  # of the loops, innermost first, where all entries have the same; else empty
     piece_words: int
     tile: Tile
     unit_words: int  # of the largest entry
@@ -57,6 +58,7 @@ def build_table(
     nests = [_split_piece(e, piece) for e in geometry.entries]
     loops = max(len(n) for n in nests)
     rows = []
+    extents = set()
     for e, nest in zip(geometry.entries, nests, strict=True):
         if e.unit_bytes // word >= 2**30:  # lanes of the last tile, past the unit, must be 32-bit numbers too
             raise LayoutError(
@@ -71,7 +73,9 @@ def build_table(
             e.layer,
             (e.component << COMPONENT_SHIFT) + first_word(spec.layers[e.layer][e.component], geometry.box),
         ]
-        for extent, s, d in reversed([(1, 0, 0)] * (loops - len(nest)) + nest):
+        nest = list(reversed([(1, 0, 0)] * (loops - len(nest)) + nest))
+        extents.add(tuple(extent for extent, _, _ in nest))
+        for extent, s, d in nest:
             row += [extent, s // alignment, d // alignment]
         rows.append(row)
     first = [0]
@@ -84,6 +88,7 @@ def build_table(
         len(rows),
         len(first) - 1,
         loops,
+        extents.pop() if len(extents) == 1 else (),
         piece // word,
         choose_tile(unit, alignment, tile_bytes, warps),
         unit // word,

@@ -19,6 +19,7 @@ from kvtransfer.commands import Scope
 from kvtransfer.jobs import PrefixHit
 from kvtransfer.kernels.errors import OwnershipError
 from kvtransfer.prefetch import PrefetchJob
+from kvtransfer.recompute import Rate, choose
 from kvtransfer.tiers.keys import Tokens
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class TieredCache(CacheUpkeep):
         tick_s: how often a thread of this cache calls `tick`; None: the caller does.
         observer: told "cache.closed" and what was dropped, "cache.lost" when the mover's process died.
         recent: writes down which prefixes were used last (`warm_recent` reads what an earlier run has left).
+        prefill: how long the model takes to compute a prefix (`worth_loading`).
         owned: called at `close`, the last one first: what else is to be closed.
     """
 
@@ -123,6 +125,29 @@ class TieredCache(CacheUpkeep):
     def stop(self, job: PrefetchJob) -> None:
         """The request was aborted, or runs: no more is fetched for it."""
         self.directory.stop(job)
+
+    def worth_loading(self, hit: PrefixHit, *, total_tokens: int | None = None, layerwise: bool = False) -> int:
+        """How many pages of the hit, its device pages included, are to be loaded (``load(..., pages=...)``): it is
+        faster to compute those behind them again, as far as the prefill's rate is known (``prefill``), and the link's
+        and the tiers' (what they have done so far). Else all of them. ``total_tokens``: of the request, the rest of
+        which is computed in any case. See `kvtransfer.recompute`."""
+        if self._prefill is None or not self._facts.link_bytes_per_s:
+            return hit.pages
+        link = Rate(self._facts.link_bytes_per_s)
+        rates = {tier: link for tier, _, _ in hit.segments} | self._rates.known()  # of unknown ones the best is thought
+        choice = choose(
+            [(tier, stop - first) for tier, first, stop in hit.segments],
+            page_size=self.page_size,
+            page_bytes=self._facts.page_bytes,
+            link=link,
+            rates=rates,
+            prefill=self._prefill,
+            device_tokens=hit.device_pages * self.page_size,
+            total_tokens=total_tokens,
+            layers=self.num_layers if layerwise else 1,
+            host=self._facts.host_name,
+        )
+        return hit.device_pages + choice.load_pages
 
     def require_free(self, page_ids: PageIds, *, wait_s: float = 0.0) -> None:
         """Raise OwnershipError, naming pages, if a load or a store still owns one of these pages of the pool after

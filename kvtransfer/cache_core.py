@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from kvtransfer.cache_handles import CacheLoad, CacheStore
 from kvtransfer.cache_parts import Dropped, MoverPort, PageIds
-from kvtransfer.commands import Ack, Load, Scope, ids
+from kvtransfer.commands import Ack, Command, Load, Scope, ids
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.recent_keeper import RecentKeeper
+from kvtransfer.recompute import Prefill, TierRates
 
 if TYPE_CHECKING:
     from kvtransfer.layer_loads import LayerLoad
@@ -39,6 +40,7 @@ class CacheCore:
         deadline_s: float = 30.0,
         tick_s: float | None = 1.0,
         recent: RecentKeeper | None = None,
+        prefill: Prefill | None = None,
         observer: Observer = NO_OBSERVER,
         owned: Sequence[Callable[[], object]] = (),
     ) -> None:
@@ -62,6 +64,7 @@ class CacheCore:
         self._sent: dict[int, list[NDArray[np.int64]]] = {}  # by load: device pages whose load has been submitted
         self._active: dict[CacheLoad | CacheStore, None] = {}
         self._fetching: dict[PrefetchJob, None] = {}
+        self._going = threading.RLock()
         self._closed = False
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
@@ -70,7 +73,7 @@ class CacheCore:
         directory.on_commands = self._go
         if hasattr(mover, "lost"):
             mover.lost = self._mover_lost
-        self._recent = recent
+        self._recent, self._prefill, self._rates = recent, prefill, TierRates()
         self._ticker: threading.Thread | None = None
         if tick_s is not None:
             self._ticker = threading.Thread(target=self._tick_on, args=(tick_s,), name="kvtransfer-tick", daemon=True)
@@ -78,13 +81,18 @@ class CacheCore:
 
     def tick(self) -> None:
         """Pins end, cold branches are pruned, handles beyond their deadline are cancelled, a host tier that has grown
-        is used. Called by a thread of the cache every ``tick_s``, or by you."""
+        is used, prefixes used last are written down, lower tiers' speed is looked at. Called by a thread of the cache
+        every ``tick_s``, or by you: by one thread."""
         self.directory.tick()
         for handle in [*self._active]:
             if handle.expired():
                 handle.cancel()
         if self._recent is not None:
             self._recent.tick()
+        if self._prefill is not None:
+            now = time.monotonic()
+            for name, state in self.mover.stats().items():
+                self._rates.sample(name, state, now)
         before = self._facts
         if before.host_grows:
             self._facts = self.mover.facts()
@@ -112,10 +120,14 @@ class CacheCore:
     # --- inside
 
     def _go(self) -> None:
-        """Hand over what the directory wants done. Two threads may do this at once: commands need no order."""
-        commands = self.directory.commands()
-        if not commands:
-            return
+        """Hand over what the directory wants done. One thread at a time, so that a store is fenced when the call that
+        made it returns, whichever thread took its command. Nobody's callbacks run in here."""
+        with self._going:
+            commands = self.directory.given_out()
+            if commands:
+                self._submit(commands)
+
+    def _submit(self, commands: list[Command]) -> None:
         loads = [command for command in commands if isinstance(command, Load)]
         with self.news:
             for command in loads:

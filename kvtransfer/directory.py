@@ -276,6 +276,13 @@ class Directory(Keeping):
             out, self._outbox = self._outbox, []
             return out
 
+    def given_out(self) -> list[Command]:
+        """`commands`, and nothing else: no job ends in this call. For `on_commands`: the verb before it has seen to it
+        that what can be given out is."""
+        with self._index.mutex:
+            out, self._outbox = self._outbox, []
+            return out
+
     def acknowledge(self, ack: Ack) -> None:
         """Take an answer. Pages answered before, and unknown commands, are counted and left. Raises TransferError,
         and changes nothing, on positions or statuses that can't be."""

@@ -20,6 +20,7 @@ from kvtransfer.mover_facts import MoverFacts
 from kvtransfer.policy import SLRU, EvictionPolicy, Prefetch, Prune, WritePolicy, WriteThroughSelective
 from kvtransfer.recent import FILE_NAME, warm_file
 from kvtransfer.recent_keeper import RecentKeeper
+from kvtransfer.recompute import Prefill
 from kvtransfer.tiers.keys import Namespace
 
 
@@ -65,6 +66,7 @@ def connect(
         deadline_s=config.deadline_s,
         tick_s=tick_s,
         recent=keeper,
+        prefill=None if config.prefill_tokens_per_s is None else Prefill(config.prefill_tokens_per_s),
         observer=observer,
         owned=owned,
     )

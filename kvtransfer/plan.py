@@ -40,6 +40,7 @@ PATHS = (*HOST_PATHS, "device")
 
 MARGIN = 0.05  # a path that takes more from the model must be so much quicker: 3 % are noise, its SMs cost 2 to 5
 GEMM_NOISE = 0.03  # of a measurement of what a GEMM keeps: smaller differences are none
+PATIENCE = 2.0  # a path over the budget is left out for one that takes at most so many times as long
 LEAD_BYTES = 4 << 20  # of a first staged chunk: submitting and gathering a whole one would leave the link idle
 DIGEST_TOKENS = 8  # a box starts on a whole digest word when it starts on a multiple of 8 tokens
 
@@ -201,12 +202,17 @@ def _refusals(facts: Facts, largest_box: int) -> Iterable[tuple[str, str]]:
 
 
 def _barred(t: Terrain, can: Sequence[Prediction]) -> Iterable[tuple[str, str]]:
-    """Paths that can carry the transfer and are left to those who ask for them, unless there is no other."""
+    """Paths that can carry the transfer and are left to those who ask for them, unless there is no other.
+
+    One that takes too much of the model's rate is only left out for one that is not much slower: a path that takes 2 %
+    for fifty times as long takes more in the end, and the request waits.
+    """
+    gentle = [p for p in can if 1 - p.kept <= t.budget.gemm_loss]
     for p in can:
         loss = 1 - p.kept
         if p.path == "mapped" and t.direction == "store":
             yield p.path, f"SMs that write host memory take {loss:.0%} of a concurrent GEMM: only where asked for"
-        elif loss > t.budget.gemm_loss:
+        elif loss > t.budget.gemm_loss and any(other.finish_s <= PATIENCE * p.finish_s for other in gentle):
             yield (
                 p.path,
                 f"it takes {loss:.0%} of a concurrent GEMM; {t.budget.name} tolerates {t.budget.gemm_loss:.0%}",

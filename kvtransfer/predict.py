@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from kvtransfer.groups import Groups, best_groups, layer_groups, layers_done
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.ids import id_tools
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.link import Grid, LinkProfile
 
@@ -29,9 +30,14 @@ GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
 # What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. On an H200 it took
 # 1.8 us where one alone took 0.5, and 3.6 where (on the same machine, in a worse hour) one alone took 2.3.
 BESIDE_LAUNCHES_US = 1.3
-PYTHON_PIECE_US = (
-    2.0  # of the engine's thread, for a piece of a path that is submitted call by call, besides the driver
-)
+# Of the engine's thread, on a path that is submitted call by call: for a piece, besides the driver; and for a chunk,
+# with its digests' launch, its events and its waits (H200: 37 chunks of one copy took 17.2 ms, 55 took 26.0).
+PYTHON_PIECE_US = 2.0
+PYTHON_CHUNK_US = 460.0
+SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
+# While its load runs a forward is slower than alone, by 20 to 35 % (H200, 512 to 2,048 new tokens, staged and mapped
+# alike): its kernels wait for SMs and their launches for the link. Groups are cut for both.
+SLOWED = 1.3
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -72,19 +78,10 @@ class Runs:
     long_pages: int
 
     @classmethod
-    def of(cls, ids: Ids, *others: Ids) -> Runs:
-        """Runs that all lists share, position by position."""
-        if ids.size == 0:
-            return cls(0, 0, 0, 0)
-        follows = ids[1:] - ids[:-1] == 1
-        for other in others:
-            follows &= other[1:] - other[:-1] == 1
-        if not follows.any():
-            return cls(ids.size, ids.size, 0, 0)
-        ends = np.concatenate(([-1], np.flatnonzero(~follows), [ids.size - 1]))
-        lengths = ends[1:] - ends[:-1]
-        long = lengths[lengths >= STRIDED_RUN_PAGES]
-        return cls(ids.size, lengths.size, long.size, int(long.sum()))
+    def of(cls, ids: Ids, other: Ids | None = None) -> Runs:
+        """Runs of one list, or those that two share, position by position."""
+        count, long, long_pages = id_tools().runs(ids, other, STRIDED_RUN_PAGES)
+        return cls(ids.size, count, long, long_pages)
 
     def parts(self) -> list[tuple[int, int]]:
         """(runs, pages in them) of the long and of the short ones, as far as there are any."""
@@ -127,6 +124,7 @@ class Terrain:
     slot_bytes         of a ring slot, 0 without a ring
     host_stride_bytes  from one host slot to the next: pages merge where it is the page itself; None: it is
     host_pinned        whether copy engine and kernels can reach host memory directly
+    scripted           whether staged bulk transfers are jobs of the submitter in C (`kvtransfer.scripted`)
     fixed_groups       layer groups of every layer-wise load, instead of the best ones (benchmarks)
     """
 
@@ -139,6 +137,7 @@ class Terrain:
     profile: LinkProfile
     budget: Budget = BUDGETS["prefill"]
     host_stride_bytes: int | None = None
+    scripted: bool = False
     fixed_groups: Groups = ()
     _groups: dict[tuple[int, float | None], Groups] = field(default_factory=dict, compare=False, repr=False)
 
@@ -222,7 +221,7 @@ class Terrain:
         near = None if compute_s is None else 2.0 ** (round(2 * np.log2(compute_s)) / 2)
         if (about, near) not in self._groups:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
-            times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near]
+            times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near, SLOWED * near]
             self._groups[about, near] = best_groups(
                 self.layer_ends, lambda n, first: self._group_s(n, about, first), times, self.slot_bytes
             )
@@ -279,9 +278,10 @@ def _staged(t: Terrain, asked: Asked, boxes: Sequence[int], groups: Groups) -> P
     link = sum(t.link_s("staged", nbytes, n) for n, nbytes in pieces)
     count = sum(n for n, _ in pieces)
     chunks = sum(-(-asked.pages // max(1, t.slot_bytes // nbytes)) for nbytes in boxes)
-    busy = count * cpu.descriptor_us * 1e-6 + chunks * 2 * cpu.launch_us * 1e-6
+    launch_us = SCRIPTED_LAUNCH_US if t.scripted else cpu.launch_us
+    busy = count * cpu.descriptor_us * 1e-6 + chunks * 2 * launch_us * 1e-6
     last = min(max(boxes) * asked.pages, t.slot_bytes)
-    tail = last * t.relayout_s_per_byte + cpu.launch_us * 1e-6
+    tail = last * t.relayout_s_per_byte + launch_us * 1e-6
     seconds, bound = _slowest(link, busy, total * t.relayout_s_per_byte)
     seconds += tail
     finish = seconds
@@ -313,10 +313,11 @@ def _strided(t: Terrain, asked: Asked) -> Prediction:
         count += alone * n
         busy += alone * n * (cpu.descriptor_us + PYTHON_PIECE_US) * 1e-6
     busy += runs.count * (chunks if by_layer else 1) * RUN_LOOP_US * 1e-6
+    chunk_s = PYTHON_CHUNK_US * 1e-6 if t.on_gpu else 0.0
+    busy += (chunks - 1) * chunk_s
     seconds, bound = _slowest(link, busy, 0.0)
-    seconds += (
-        t.spec.page_bytes * asked.pages / chunks * t.relayout_s_per_byte
-    )  # the kernel that reads along for digests
+    # The kernel that reads along for digests runs before the first copy or after the last one.
+    seconds += chunk_s + t.spec.page_bytes * asked.pages / chunks * t.relayout_s_per_byte
     return _prediction(t, "strided", asked, seconds, _even_finish(t, asked, "strided", seconds), count, bound)
 
 

@@ -24,16 +24,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.tiers.base import TierStats
 
 if TYPE_CHECKING:  # the question is asked where requests are scheduled, which needs no torch
     from kvtransfer.link import LinkProfile
+
+
+class Reading(Protocol):
+    """What is looked at of a tier: `TierStats`, or what travels of them."""
+
+    @property
+    def counters(self) -> Mapping[str, int]: ...
+
+    @property
+    def in_flight(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -148,7 +157,7 @@ class TierRates:
         self._last: dict[str, tuple[float, int, bool]] = {}  # when, bytes read until then, at work
         self._sums: dict[str, tuple[float, float]] = {}  # bytes, seconds
 
-    def sample(self, name: str, stats: TierStats, now_s: float) -> None:
+    def sample(self, name: str, stats: Reading, now_s: float) -> None:
         """Take a look: ``stats`` of the tier ``name`` at ``now_s``, by any clock that only rises."""
         read = stats.counters.get("bytes_read", 0)
         before = self._last.get(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -112,23 +112,23 @@ class RemoteMover:
 
     def close(self, *, drain: bool = True, timeout_s: float = 60.0) -> None:
         """Close the mover, and let its process end; one that was started here is joined, and ended if it does not end
-        by itself. Nothing is waited for where it is gone."""
+        by itself. Nothing is waited for where it is gone. Raises DeadlineExceeded, and leaves it as it is, where the
+        mover can't close in time: call it again, or end the process."""
         try:
             self._call("close", type(None), timeout_s + 10.0, drain=drain, timeout_s=timeout_s)
         except UnavailableError:
             pass  # it is gone: everything has been answered
-        finally:
-            with self._lock:
-                self._gone = self._gone or "the mover is closed"
-                refusing = self._refusing
-            self._channel.close()
-            if refusing is not None and not self.is_own_thread():
-                refusing.shutdown()
-            if self.process is not None:
-                self.process.join(10.0)
-                if self.process.is_alive():
-                    self.process.kill()
-                    self.process.join()
+        with self._lock:
+            self._gone = self._gone or "the mover is closed"
+            refusing = self._refusing
+        self._channel.close()
+        if refusing is not None and not self.is_own_thread():
+            refusing.shutdown()
+        if self.process is not None:
+            self.process.join(10.0)
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
 
     # --- inside
 
@@ -145,9 +145,9 @@ class RemoteMover:
             self._calls[number] = future
         self._channel.send(Call(id=number, verb=verb, arguments=arguments))
         try:
-            return msgspec.convert(future.result(limit_s), kind)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{verb}: the mover's process gave no answer in time") from error
+            if not wait([future], limit_s).done:
+                raise DeadlineExceeded(f"{verb}: the mover's process gave no answer after {limit_s:g} s")
+            return msgspec.convert(future.result(), kind)
         finally:
             with self._lock:
                 self._calls.pop(number, None)
@@ -195,7 +195,7 @@ def start_mover(
     """
     chosen = multiprocessing.get_context("spawn") if context is None else context
     mine, theirs = chosen.Pipe()
-    process = chosen.Process(target=_main, args=(theirs, make, arguments), name="kvtransfer-mover")  # type: ignore[attr-defined]
+    process = chosen.Process(target=_main, args=(theirs, make, arguments), name="kvtransfer-mover", daemon=True)  # type: ignore[attr-defined]
     process.start()
     theirs.close()  # the child's alone: when it ends, so does the connection
     remote = RemoteMover(mine, timeout_s=start_s, process=process)

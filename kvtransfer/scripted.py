@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtransfer.kernels.ids import id_tools
 from kvtransfer.lanes import CudaLanes, Event
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import Job
@@ -62,7 +63,9 @@ def hand_over(transfer: HostTransfer) -> bool:
         return False
     try:
         desk = transfer.desk = _desk(shop, pages)
-        desk.slots[:pages], desk.ids[:pages] = transfer.slots, transfer.pages
+        tools = id_tools()
+        tools.copy(desk.slots, transfer.slots)
+        tools.copy(desk.ids, transfer.pages)
         bound = desk.bind(template_of(shop, transfer), pages)
         final = torch.cuda.Event()
         final.record(shop.lanes.streams[transfer.last_lane])  # makes the driver's handle

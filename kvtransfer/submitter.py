@@ -9,16 +9,9 @@ use with the compiler that Triton needs anyway and kept in the user cache folder
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import re
-import shutil
-import subprocess
-import sysconfig
-import tempfile
 import threading
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +21,7 @@ from numpy.typing import NDArray
 from kvtransfer.dma import Copier, CopyEngine
 from kvtransfer.kernels.errors import ConfigError, CudaError, TransferError
 from kvtransfer.kernels.events import Observer
-from kvtransfer.model_file import cache_folder
+from kvtransfer.kernels.native import build
 
 U64 = NDArray[np.uint64]
 
@@ -163,7 +156,7 @@ class Submitter:
         if not isinstance(copier, CopyEngine):
             return None
         try:
-            return cls(build(), copier, copier.current_context())
+            return cls(build_submitter(), copier, copier.current_context())
         except (ConfigError, OSError) as error:
             observer.fell_back("submitter", f"{error}; transfers are submitted call by call")
             return None
@@ -192,29 +185,6 @@ class Submitter:
             self._close(worker)
 
 
-def build(folder: Path | None = None) -> Path:
-    """The compiled library, made at first use; the name holds the hash of source and compiler flags.
-
-    Safe for several processes (written aside, then renamed). Raises ConfigError without a compiler, or with its
-    message when it fails.
-    """
-    source = files("kvtransfer").joinpath("submitter.c").read_bytes()
-    flags = ["-O2", "-shared", "-fPIC", "-pthread"]
-    digest = hashlib.sha256(source + " ".join(flags).encode()).hexdigest()[:16]
-    target = (folder or cache_folder()) / f"submitter-{sysconfig.get_platform()}-{digest}.so"
-    if target.exists():
-        return target
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
-    if compiler is None:
-        raise ConfigError("no C compiler: expected gcc, clang or CC")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as work:
-        path = Path(work) / "submitter.c"
-        path.write_bytes(source)
-        made = subprocess.run(
-            [compiler, *flags, "-o", f"{work}/out.so", str(path)], capture_output=True, text=True, check=False
-        )
-        if made.returncode:
-            raise ConfigError(f"{compiler} failed: {made.stderr.strip()[-500:]}")
-        os.replace(f"{work}/out.so", target)
-    return target
+def build_submitter(folder: Path | None = None) -> Path:
+    """The compiled library (`kvtransfer.kernels.native.build`)."""
+    return build(Path(__file__).with_name("submitter.c"), folder)

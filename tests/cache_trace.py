@@ -142,7 +142,7 @@ class Worker:
     def on_gpu(self) -> bool:
         import torch
 
-        return torch.cuda.is_initialized()
+        return bool(torch.cuda.is_initialized())
 
     def close(self) -> None:
         self.mover.close(drain=False)

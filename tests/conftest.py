@@ -1,11 +1,18 @@
-"""Without a GPU: tests marked `gpu` are skipped, and Triton kernels run under Triton's interpreter."""
+"""Without a GPU: tests marked `gpu` are skipped, and Triton kernels run under Triton's interpreter.
+
+Engines that are not installed have stand-ins in tests/stubs, which come last: where the real one is, it is taken.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.append(str(Path(__file__).parent / "stubs"))
 
 HAS_GPU = torch.cuda.is_available()
 

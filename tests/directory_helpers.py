@@ -184,8 +184,9 @@ class Memory:
     def drain(
         self, directory: Directory, status: Callable[[Command], PageStatus] = lambda command: GOOD, limit: int = 200
     ) -> None:
-        """Carry out everything, in order, until nothing is left."""
-        for _ in range(limit):
+        """Carry out everything, in order, until nothing is left. A full tier may move a page a round."""
+        waiting = sum(move.pages.size for move in directory._waiting)
+        for _ in range(limit + waiting):
             self.take(directory)
             if not self.under:
                 return

@@ -33,7 +33,7 @@ from kvtransfer.kernels.relayout import tile_constants
 from kvtransfer.kernels.table import CopyTable, build_table
 from kvtransfer.lanes import LANES, CudaLanes, RelayoutTask
 from kvtransfer.plan import staged_boxes
-from kvtransfer.submitter import Launch, Submitter, build
+from kvtransfer.submitter import Launch, Submitter, build_submitter
 from kvtransfer.templates import CHUNKS_AHEAD
 from kvtransfer.workshop import Workshop
 
@@ -332,5 +332,5 @@ def scripted_rig(
                 shop.launches[(kind, *tile_constants(table).items())] = Launch(1, 256, 0, WIDTHS)
     driver = gpu.driver = FakeDriver(gpu, verify, spec)
     for direction in ("load", "store"):
-        shop.submitters[direction] = Submitter(build(folder), cast(CopyEngine, driver), 1)
+        shop.submitters[direction] = Submitter(build_submitter(folder), cast(CopyEngine, driver), 1)
     return rig, gpu

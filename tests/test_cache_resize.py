@@ -8,11 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import FORMS, Rig, hit_pages
+from cache_helpers import FORMS, SMALL, Rig, hit_pages
 from engine_helpers import LIMIT_S, until
 
+from kvtransfer.cache import TieredCache
+from kvtransfer.config import load_config
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError
+from kvtransfer.pool import KVPool
 from kvtransfer.tiers.base import PageStatus
 
 CHUNK = 4 * 4096  # four slots
@@ -35,8 +38,8 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
         made.close()
 
 
-def sized(rig: Rig, pages: int) -> Job:
-    job = rig.cache.resize_host(pages)
+def sized(cache: TieredCache, pages: int) -> Job:
+    job = cache.resize_host(pages)
     until(lambda: job.done, f"{pages} pages")
     return job
 
@@ -44,7 +47,7 @@ def sized(rig: Rig, pages: int) -> Job:
 def test_every_byte_survives_shrinking_and_growing(rig: Rig) -> None:
     old, new = rig.tokens(12), rig.tokens(8)
     rows = {tuple(tokens): rig.stored(tokens) for tokens in (old, new)}
-    assert sized(rig, 10).statuses == [OK]
+    assert sized(rig.cache, 10).statuses == [OK]
     facts = rig.mover.facts()
     assert (facts.host_pages, facts.host_most_pages, facts.host_grows) == (10, 40, False)
     with rig.cache.match(new) as hit:
@@ -54,7 +57,7 @@ def test_every_byte_survives_shrinking_and_growing(rig: Rig) -> None:
         assert dict(hit.tokens_by_tier) == {"host": 2 * rig.page_size, "disk": 10 * rig.page_size}
     part = old[: 10 * rig.page_size]
     assert np.array_equal(rig.loaded(part), rows[tuple(old)][:10])  # by way of the slots that are left
-    assert sized(rig, 40).statuses == [OK]
+    assert sized(rig.cache, 40).statuses == [OK]
     for tokens in (old, new):  # the disk reads into memory that came anew
         assert np.array_equal(rig.loaded(tokens), rows[tuple(tokens)])
     third = rig.tokens(18)
@@ -103,3 +106,16 @@ def test_growing_past_what_there_is_memory_for_is_refused(rig: Rig) -> None:
     with pytest.raises(CapacityError, match="expected at most most_pages=40 pages, got 41"):
         rig.cache.resize_host(41)
     assert rig.mover.facts().host_pages == 24
+
+
+def test_a_configured_cache_grows_to_what_the_file_says() -> None:
+    pool = KVPool.allocate("vllm.LBNHC", spec=SMALL, num_pages=8, device="cpu")
+    most = 16 * 8192  # 16 slots and their trailers
+    host = {"pages": 10, "most_gb": most / 2**30, "chunk_gb": CHUNK / 2**30, "pin": False}
+    config = load_config(arguments={"tiers": {"host": host}}, environment={})
+    with TieredCache.create(pool, config, tick_s=None) as cache:
+        for pages in (16, 3, 12):
+            assert sized(cache, pages).statuses == [OK] and cache.mover.facts().host_pages == pages
+            assert cache.stats().directory.tiers["host"].capacity_pages == pages
+        with pytest.raises(CapacityError, match="most_pages=16 pages, got 17"):
+            cache.resize_host(17)

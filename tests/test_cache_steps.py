@@ -113,8 +113,12 @@ class FaultySteps(Steps):
             slots=data.draw(st.sampled_from([4, 9, 30])),
             lower=lower,
             plans={name: {"write": data.draw(write)} for name in lower},
-            host_plan={"write": data.draw(st.sampled_from(["write_through", "write_through", "write_back"]))},
+            host_plan={
+                "write": data.draw(st.sampled_from(["write_through", "write_through", "write_back"])),
+                "most_pages": 40,
+            },
             mover={"deadline_s": 0.15},
+            host={"most_pages": 40},
             directory={"window": 2},
         )
         self.names = tuple(lower)
@@ -211,6 +215,19 @@ class FaultySteps(Steps):
     def evict(self, tier: str, pages: int) -> None:
         if tier in ("host", *self.names):
             self.rig.cache.evict(tier, pages)
+
+    @rule(pages=st.sampled_from([3, 9, 40]))
+    def resize(self, pages: int) -> None:
+        self.rig.cache.resize_host(pages)
+
+    @rule()
+    def come_and_go(self) -> None:
+        """One more tier; what is under way there ends first, so that it lets go of the host's memory."""
+        if "more" in self.rig.cache.stats().tiers:
+            self.rig.settle_all()
+            self.rig.cache.detach("more")
+        else:
+            self.rig.cache.attach("more", MEMORY, write="write_back")
 
     @rule(tokens=tokens_of)
     def pin(self, tokens: list[int]) -> None:

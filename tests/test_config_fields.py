@@ -31,7 +31,7 @@ PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 # Given by whoever makes a tier, not by a configuration.
 RUNTIME = {
     "self", "spec", "namespace", "owners", "place", "policy", "name", "observer", "storage", "clock", "device",
-    "registrar", "limits", "store",
+    "registrar", "limits", "store", "most_pages",
 }  # fmt: skip
 CLASSES = {
     "host": ("host", "HostTier"),

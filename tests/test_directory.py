@@ -908,7 +908,7 @@ def test_the_examples_of_the_documentation_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (ROOT / "docs/index_and_cache.md").read_text(encoding="utf-8")
-    _, first, recent, recompute = re.findall(r"```python\n(.*?)```", page, re.S)
+    _, _, first, recent, recompute = re.findall(r"```python\n(.*?)```", page, re.S)
     names: dict[str, Any] = {}
     exec(first, names)
     assert capsys.readouterr().out == "496 tokens: {'host': 496}\n"

@@ -209,10 +209,10 @@ class DirectorySteps(RuleBasedStateMachine):
             assert self.present(hit, tokens) == held[id(hit), hit.pages], "a page that was held is gone"
 
     def present(self, hit: PrefixHit, tokens: list[int]) -> int:
-        """Pages of a hit that the host tier has."""
+        """Of the pages that a hit found in the host tier, those that are there now."""
         found = self.directory.index.match(tokens, hit.scope.name(), use=False)
-        codes = self.directory.index.codes(found, "host")[: hit.pages]
-        return int((codes >= 0).sum())
+        codes = self.directory.index.codes(found, "host")
+        return sum(int((codes[s.first : s.stop] >= 0).sum()) for s in hit.segments if s.tier == "host")
 
     @invariant()
     def all_is_well(self) -> None:

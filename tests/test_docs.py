@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +116,12 @@ def test_metrics_page() -> None:
     exec(block.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
 
 
-def test_cache_page(capsys: Any) -> None:
-    use, *_ = python_blocks("docs/index_and_cache.md")  # the others are in test_directory.py
+def test_cache_page(capsys: Any, tmp_path: Path) -> None:
+    use, two, *_ = python_blocks("docs/index_and_cache.md")  # the others are in test_directory.py
     exec(use.replace('{"pages": 4096}', '{"pages": 100, "pin": False}'), {})
     assert "992 tokens: {'host': 992}" in capsys.readouterr().out
+    script = tmp_path / "two.py"
+    script.write_text(two)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    assert (done.stdout, done.returncode) == ("0\n", 0), done.stderr

@@ -286,7 +286,7 @@ def test_cancel_and_deadline_leave_exact_states() -> None:
         pages=64,
         slots=64,
         streams=[stream],
-        staging_bytes=3 << 20,
+        staging_bytes=6 << 20,
         path="staged",
     )
     try:

@@ -172,8 +172,11 @@ def test_addresses_for_more_cost_no_memory() -> None:
         assert resident_bytes(tier) < 3 * (SLOT + TRAILER)
         tier.resize(39)
         assert tier.free_slots == 39 and resident_bytes(tier) >= 39 * (SLOT + TRAILER)
-    with pytest.raises(ConfigError, match="most_pages: expected at least the capacity of 5 slots, got 4"):
-        host(5, most_pages=4)
+    with host(2, most_bytes=8 * (SLOT + TRAILER) - 1) as tier:
+        assert tier.num_slots == 7
+    for more in ({"most_pages": 4}, {"most_bytes": 4 * (SLOT + TRAILER)}, {"most_pages": 9, "most_bytes": 1 << 30}):
+        with pytest.raises(ConfigError, match="expected one of them, and at least the capacity of 5 slots"):
+            host(5, **more)
 
 
 def test_resizing_beside_growth_in_the_background() -> None:

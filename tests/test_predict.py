@@ -14,7 +14,7 @@ from test_plan import BIG, H200, MEDIUM, TOKENS, facts
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.link import CpuCost, Curve, Grid, LinkProfile, save_profile, shipped_profile
 from kvtransfer.plan import Facts, make_plan
-from kvtransfer.predict import BUDGETS, PYTHON_PIECE_US, RUN_LOOP_US, Prediction, Runs, budget_of
+from kvtransfer.predict import BUDGETS, PYTHON_CHUNK_US, PYTHON_PIECE_US, RUN_LOOP_US, Prediction, Runs, budget_of
 
 
 def flat(gbps: float) -> Grid:
@@ -45,12 +45,24 @@ def test_times_are_bytes_over_the_tables_rate() -> None:
     assert predicted(case, "mapped").seconds == pytest.approx((1 << 30) / 10e9, rel=1e-3)
     strided = predicted(case, "strided")  # random pages go piece by piece, from the engine's thread
     assert strided.seconds == pytest.approx(
-        (strided.pieces * PYTHON_PIECE_US + 512 * 32 * RUN_LOOP_US) * 1e-6, rel=0.01
+        (strided.pieces * PYTHON_PIECE_US + 512 * 32 * RUN_LOOP_US + 32 * PYTHON_CHUNK_US) * 1e-6, rel=0.01
     )
     assert (strided.pieces, strided.bound) == (512 * 64, "the CPU")
     runs = facts(MEDIUM, pages=512, runs=1, profile=rates)
-    assert predicted(runs, "strided").gbps == pytest.approx(40, rel=0.01), "a run is one call a layer"
+    seconds = (1 << 30) / 40e9 + PYTHON_CHUNK_US * 1e-6
+    assert predicted(runs, "strided").seconds == pytest.approx(seconds, rel=0.01), "a run is one call a layer"
     assert predicted(runs, "strided").pieces == 64
+
+
+def test_a_gentle_path_is_not_taken_at_any_price() -> None:
+    """A measurement noisier than the budget allows left a transfer to a path that took fifty times as long."""
+    rates = replace(profile(staged=flat(50.0), mapped=flat(49.0)), gemm_kept={"staged/h2d": 0.91, "strided/h2d": 1.0})
+    slow = make_plan(facts(TOKENS, pages=8192, profile=rates))
+    assert slow.path in ("staged", "mapped"), slow.explain()
+    close = make_plan(
+        facts(BIG, pages=64, runs=1, profile=replace(rates, grids=rates.grids | {"mapped/h2d": flat(1.0)}))
+    )
+    assert close.path == "strided" and dict(close.barred)["staged"].startswith("it takes 9%"), close.explain()
 
 
 def test_no_path_is_quicker_than_the_link() -> None:
@@ -66,7 +78,9 @@ def test_a_slow_cpu_or_a_slow_relayout_decides() -> None:
     found = predicted(facts(TOKENS, pages=8192, profile=slow), "staged")
     assert found.bound == "the CPU" and found.seconds == pytest.approx(8192 * 100e-6, rel=0.01)
     runs = predicted(facts(MEDIUM, pages=512, runs=128, profile=slow), "strided")
-    assert runs.bound == "the CPU" and runs.seconds == pytest.approx(128 * 64 * 100e-6, rel=0.01)
+    assert runs.bound == "the CPU" and runs.seconds == pytest.approx(
+        128 * 64 * 100e-6 + 32 * PYTHON_CHUNK_US * 1e-6, rel=0.01
+    )
     kernel = replace(profile(staged=flat(50.0)), relayout=Curve((1,), (5.0,)))
     found = predicted(facts(MEDIUM, pages=512, profile=kernel), "staged")
     assert found.bound == "the relayout" and found.seconds > (1 << 30) / 5e9

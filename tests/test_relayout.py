@@ -471,7 +471,7 @@ def test_choose_tile(unit_bytes: int, alignment: int, expected: Tile) -> None:
 
 
 def test_relayout_grid_fills_the_card_and_never_has_idle_programs() -> None:
-    assert relayout_grid(1000, 64) == (5, 64)
+    assert relayout_grid(1000, 64) == (9, 64)
     assert relayout_grid(3, 64) == (3, 64)
     assert relayout_grid(10**6, 1) == (RELAYOUT_PROGRAMS, 1)
     assert relayout_grid(10**6, 1000) == (2, 1000)
@@ -605,10 +605,10 @@ def test_offsets_past_31_and_32_bits(index: str, side: str, kernel: str) -> None
 
 @triton.jit  # type: ignore[untyped-decorator]
 def probe_lanes(  # type: ignore[no-untyped-def]
-    row, lane, src, dst, LOOPS: tl.constexpr, PIECE: tl.constexpr, SCALE: tl.constexpr
+    row, lane, src, dst, LOOPS: tl.constexpr, EXTENTS: tl.constexpr, PIECE: tl.constexpr, SCALE: tl.constexpr
 ):
     """The shipped offsets of one lane."""
-    at_src, at_dst = lane_offsets(row, tl.load(lane), LOOPS, PIECE, SCALE)
+    at_src, at_dst = lane_offsets(row, tl.load(lane), LOOPS, EXTENTS, PIECE, SCALE)
     tl.store(src, at_src)
     tl.store(dst, at_dst)
 
@@ -623,9 +623,10 @@ def one(value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     return torch.tensor([value], dtype=dtype, device=DEVICE)
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["extents-known", "extents-loaded"])
 @pytest.mark.parametrize("side", ["source", "destination"])
 @pytest.mark.parametrize("word", ["token", "head"])
-def test_the_offset_of_one_lane(word: str, side: str) -> None:
+def test_the_offset_of_one_lane(word: str, side: str, known: bool) -> None:
     """The last token or head lies at 4 x 576,000,000 bytes: counted in words of 8 bytes, and of single bytes."""
     far = far_axis(word)
     near = Layout.page_first(far.spec, 1)
@@ -633,7 +634,7 @@ def test_the_offset_of_one_lane(word: str, side: str) -> None:
     geometry = coalesce(far.spec, Side.of(src), Side.of(dst), Box.whole(far.spec), order="dst")
     for bases, word_bytes in (([0], 8), ([1], 1)):
         table = build_table(geometry, far.spec, bases, [0], DEVICE, 4096, WARPS)
-        assert table.tile.word_bytes == word_bytes
+        assert table.tile.word_bytes == word_bytes and len(table.extents) == table.loops
         lane = 4 * 576 // word_bytes + 5
         out = {"source": one(0, torch.int64), "destination": one(0, torch.int64)}
         probe_lanes[(1,)](
@@ -642,6 +643,7 @@ def test_the_offset_of_one_lane(word: str, side: str) -> None:
             out["source"],
             out["destination"],
             table.loops,
+            table.extents if known else (),
             table.piece_words,
             table.tile.scale,
         )

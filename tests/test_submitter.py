@@ -32,7 +32,7 @@ from kvtransfer.submitter import (
     Job,
     Launch,
     Submitter,
-    build,
+    build_submitter,
 )
 
 DRIVER = r"""
@@ -122,7 +122,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
 
 @pytest.fixture
 def submitter(driver: Driver, tmp_path: Path) -> Iterator[Submitter]:
-    made = Submitter(build(tmp_path / "cache"), cast(CopyEngine, driver), 4711)
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 4711)
     yield made
     made.close()
 
@@ -301,7 +301,7 @@ def test_jobs_run_one_after_the_other_and_close_waits_for_them(driver: Driver, s
 
 
 def test_closing_what_never_began_is_nothing(driver: Driver, tmp_path: Path) -> None:
-    made = Submitter(build(tmp_path / "cache"), cast(CopyEngine, driver), 0)
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 0)
     made.close()
     assert driver.get("context_set") == 0, "no thread without a job"
 
@@ -309,14 +309,14 @@ def test_closing_what_never_began_is_nothing(driver: Driver, tmp_path: Path) -> 
 def test_the_library_is_built_once_and_rebuilt_for_other_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = build(tmp_path)
+    first = build_submitter(tmp_path)
     stamp = first.stat().st_mtime_ns
-    assert build(tmp_path) == first and first.stat().st_mtime_ns == stamp
+    assert build_submitter(tmp_path) == first and first.stat().st_mtime_ns == stamp
     assert [p.name for p in tmp_path.iterdir()] == [first.name], "nothing else is left behind"
     monkeypatch.setenv("CC", str(tmp_path / "no-such-compiler"))
-    assert build(tmp_path) == first, "what is there needs no compiler"
+    assert build_submitter(tmp_path) == first, "what is there needs no compiler"
     with pytest.raises((ConfigError, OSError)):
-        build(tmp_path / "other")
+        build_submitter(tmp_path / "other")
 
 
 def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,12 +325,13 @@ def test_a_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.Monkey
     compiler.chmod(0o755)
     monkeypatch.setenv("CC", str(compiler))
     with pytest.raises(ConfigError, match="no room on device"):
-        build(tmp_path / "cache")
+        build_submitter(tmp_path / "cache")
 
 
 def test_many_processes_build_at_once(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from kvtransfer.submitter import build; print(build(Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from kvtransfer.submitter import build_submitter;"
+        "print(build_submitter(Path(sys.argv[1])))"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-c", code, str(tmp_path)]

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import CapacityError, OwnershipError
+from kvtransfer.kernels.ids import id_tools
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,10 @@ class Extents:
     def taken(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
         """For each slot, whether it is given out."""
         return np.asarray(self._taken[slots])
+
+    def all_taken(self, slots: NDArray[np.int64]) -> bool:
+        """Whether all slots are given out."""
+        return id_tools().all_set(self._taken, slots)
 
     def fragmentation(self) -> Fragmentation:
         """How the free slots lie, now."""

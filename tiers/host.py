@@ -57,7 +57,8 @@ class HostTier:
     Args:
         capacity_pages | capacity_bytes: exact number of slots, or bytes for payloads and trailers together, of
             this process; neither: what the machine and its cgroups leave (sizing.py).
-        most_pages: what `resize` may grow to later: only addresses are taken for that now. None: the capacity.
+        most_pages | most_bytes: what `resize` may grow to later: only addresses are taken for that now. Neither: the
+            capacity.
         device: the GPU whose NUMA node the memory should be near, and whose runtime pins it.
         pin: register with CUDA; None: where there is a CUDA device and ``device`` is not another kind. CUDA does
             not charge RLIMIT_MEMLOCK, so that limit refuses only a registrar that says it does.
@@ -91,6 +92,7 @@ class HostTier:
         capacity_pages: int | None = None,
         capacity_bytes: int | None = None,
         most_pages: int | None = None,
+        most_bytes: int | None = None,
         device: torch.device | str | None = None,
         pin: bool | None = None,
         shared: bool = False,
@@ -117,8 +119,13 @@ class HostTier:
         )
         observer.noted("host.size", name=name, message=plan.message)
         most = plan.num_slots if most_pages is None else most_pages
-        if most < plan.num_slots:
-            raise ConfigError(f"most_pages: expected at least the capacity of {plan.num_slots} slots, got {most_pages}")
+        if most_bytes is not None:
+            most = most_bytes // (self.slot_bytes + self.trailer_bytes)
+        if most < plan.num_slots or None not in (most_pages, most_bytes):
+            raise ConfigError(
+                f"most_pages or most_bytes: expected one of them, and at least the capacity of {plan.num_slots} slots, "
+                f"got {most_pages} and {most_bytes}"
+            )
         slab = Slab(
             most,
             self.slot_bytes,
@@ -281,8 +288,8 @@ class HostTier:
         """OwnershipError, naming slots, for one that is not given out. Who never called `allocate` keeps books of his
         own, as do processes that are attached: nothing is refused then."""
         with self._lock:
-            if self._gives_out and not (given := self._extents.taken(slots)).all():
-                stale = slots[~given]
+            if self._gives_out and not self._extents.all_taken(slots):
+                stale = slots[~self._extents.taken(slots)]
                 raise OwnershipError(
                     f"expected host slots that are given out, got {stale[:8].tolist()}"
                     f"{' ...' if stale.size > 8 else ''}, which are free; allocate() them first"

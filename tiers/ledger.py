@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import OwnershipError, TierError
+from kvtransfer.kernels.ids import id_tools
 
 Ids = NDArray[np.int64]
 
@@ -64,11 +65,17 @@ class PageLedger:
     def _claimed_before(self, ids: Ids | slice, owner: Owner) -> list[Owner]:
         """Open transfers other than ``owner`` that ids remember. The last claim is written down here: where one has
         ended before the next begins, nobody asks for its ids, and 8,192 of them cost as much as a plan."""
+        tools = id_tools()
         if self._unwritten in self._open:
-            self._last_ticket[self._open[self._unwritten][1]] = self._unwritten
-        before = self._last_ticket[ids]
-        if not before.size or int(before.max()) < self._oldest_open:  # most calls touch nothing in flight
+            last = self._open[self._unwritten][1]
+            if isinstance(last, slice):
+                self._last_ticket[last] = self._unwritten
+            else:
+                tools.mark(self._last_ticket, last, self._unwritten)
+        # Most calls touch nothing in flight.
+        if not isinstance(ids, slice) and tools.most(self._last_ticket, ids) < self._oldest_open:
             return []
+        before = self._last_ticket[ids]
         tickets = np.unique(before[before >= self._oldest_open]).tolist()
         return [self._open[t][0] for t in tickets if t in self._open and self._open[t][0] is not owner]
 

@@ -1,0 +1,5 @@
+"""Named only."""
+
+
+class AttentionMetadata:
+    pass

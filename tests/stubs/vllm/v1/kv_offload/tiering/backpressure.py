@@ -1,0 +1,5 @@
+"""Named only."""
+
+
+class BackpressureDetector:
+    """Decides whether a tier is too slow to be given more."""

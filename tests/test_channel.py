@@ -1,0 +1,185 @@
+"""The connection between a directory's process and a mover's: frames, the end of the other side, errors that travel."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from typing import Any
+
+import pytest
+from engine_helpers import LIMIT_S, until
+
+from kvtransfer.channel import Call, Channel, Reply
+from kvtransfer.commands import Ack, Cancel, Evict, Lookup, Scope, encode
+from kvtransfer.kernels.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineExceeded,
+    TierError,
+    TransferError,
+    UnavailableError,
+)
+from kvtransfer.remote_mover import RemoteMover
+from kvtransfer.tiers.base import PageStatus
+
+
+class End:
+    def __init__(self, connection: Any) -> None:
+        self.got: list[Any] = []
+        self.ended: list[str] = []
+        self.channel = Channel(connection, self.got.append, self.ended.append)
+        self.channel.start()
+
+
+@pytest.fixture
+def ends() -> Any:
+    a, b = (End(one) for one in multiprocessing.Pipe())
+    yield a, b
+    a.channel.close()
+    b.channel.close()
+
+
+def test_messages_arrive_in_order(ends: Any) -> None:
+    a, b = ends
+    sent = [Cancel(id=n, command=n) for n in range(500)] + [Call(id=1, verb="x", arguments={"a": [1, b"2"]})]
+    for message in sent:
+        a.channel.send(message)
+    b.channel.send(Ack(id=3, statuses=b"\1", unverified=(0,), bad_layers=((1, 2),)))
+    until(lambda: len(b.got) == len(sent) and a.got, "all has come")
+    assert b.got == sent and a.got[0].bad_layers == ((1, 2),)
+
+
+def test_a_large_message_and_nobody_who_reads_hold_nobody_up() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    end = End(ours)
+    large = Evict(id=1, tier="t", scope=Scope(), keys=[bytes(32)] * 5000)
+
+    def send() -> None:
+        for _ in range(50):
+            end.channel.send(large)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    sender.join(LIMIT_S)
+    assert not sender.is_alive()
+    theirs.close()
+    until(lambda: end.ended, "the end is seen")
+    end.channel.send(Cancel(id=1, command=1))  # dropped
+    end.channel.close()
+
+
+def test_the_other_end_closes(ends: Any) -> None:
+    a, b = ends
+    b.channel.send(Cancel(id=1, command=1))
+    b.channel.close()
+    until(lambda: a.ended, "the end is seen")
+    assert a.got == [Cancel(id=1, command=1)] and "ended" in a.ended[0] and len(b.ended) == 1
+
+
+OF_ANOTHER_RELEASE = encode(Cancel(id=1, command=1, version=99))
+
+
+@pytest.mark.parametrize("data", [b"", b"nonsense", OF_ANOTHER_RELEASE], ids=["empty", "nonsense", "version"])
+def test_what_is_no_message_ends_it(data: bytes) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    end = End(ours)
+    theirs.send_bytes(data)
+    until(lambda: end.ended, "the end is seen")
+    assert "expected" in end.ended[0] and not end.got
+    end.channel.close()
+    theirs.close()
+
+
+def test_one_way_pipes_are_refused() -> None:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    with pytest.raises(ConfigError, match="duplex"):
+        Channel(ours, print, print)
+    ours.close()
+    theirs.close()
+
+
+def test_errors_travel_by_name() -> None:
+    with pytest.raises(CapacityError, match="no room"):
+        Reply(id=1, error="no room", kind="CapacityError").result()
+    with pytest.raises(TierError, match="KeyError: 'x'"):
+        Reply(id=1, error="'x'", kind="KeyError").result()
+    with pytest.raises(TierError, match="annotations: y"):
+        Reply(id=1, error="y", kind="annotations").result()
+    assert Reply(id=1, value=[1]).result() == [1]
+
+
+class Other:
+    """The other process, played by a thread: answers calls as it is told."""
+
+    def __init__(self, connection: Any, **answers: Any) -> None:
+        self.answers, self.got = answers, list[Any]()
+        self.channel = Channel(connection, self.take, lambda why: None)
+        self.channel.start()
+
+    def take(self, message: Any) -> None:
+        self.got.append(message)
+        if isinstance(message, Call) and message.verb in self.answers:
+            self.channel.send(Reply(id=message.id, **self.answers[message.verb]))
+
+
+def test_calls_that_fail_or_get_no_answer() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    other = Other(theirs, detach={"error": "expected far", "kind": "ConfigError"}, close={})
+    remote = RemoteMover(ours, timeout_s=0.2)
+    with pytest.raises(ConfigError, match="expected far"):
+        remote.detach("x")
+    with pytest.raises(DeadlineExceeded, match=r"facts: .* no answer after 0\.2 s"):
+        remote.facts()
+    with pytest.raises(ConfigError, match="options"):
+        remote.attach("x", object())
+    with pytest.raises(ConfigError, match=r"Mover\.load"):
+        remote.load(3)
+    remote.close(timeout_s=1.0)
+    other.channel.close()
+
+
+def test_a_mover_that_is_gone_answers_error() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    other = Other(theirs)
+    remote = RemoteMover(ours)
+    acks: list[Ack] = []
+    lost: list[str] = []
+    met: list[Any] = []
+    remote.answer, remote.lost = acks.append, lost.append
+    waiting = threading.Thread(target=lambda: met.append(_raised(remote.facts)))
+    waiting.start()
+    until(lambda: other.got, "the call has come")
+    other.channel.close()
+    until(lambda: lost, "it is lost")
+    waiting.join(LIMIT_S)
+    assert isinstance(met[0], UnavailableError)
+    lookup = Lookup(id=2, tier="far", scope=Scope(), keys=[b"k"] * 3)
+    remote.submit([Cancel(id=1, command=9), lookup])
+    until(lambda: acks, "an answer")
+    assert acks == [Ack.of(lookup, PageStatus.ERROR, detail=acks[0].detail)] and "gone" in acks[0].detail
+    assert remote.stats() == {} and len(lost) == 1
+    with pytest.raises(UnavailableError):
+        remote.facts()
+    remote.close()
+    remote.close()
+
+
+def test_the_answering_thread_may_not_call() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    other = Other(theirs, close={})
+    remote = RemoteMover(ours)
+    met: list[Any] = []
+    remote.answer = lambda ack: met.append(_raised(remote.facts))
+    other.channel.send(Ack(id=1, statuses=b"\1"))
+    until(lambda: met, "it was told")
+    assert isinstance(met[0], TransferError) and "own thread" in str(met[0])
+    remote.close(timeout_s=1.0)
+    other.channel.close()
+
+
+def _raised(call: Any) -> BaseException | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
