@@ -21,6 +21,8 @@ from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError
 from kvtransfer.pool import KVPool
 from kvtransfer.tiers.base import PageStatus
+from kvtransfer.tiers.pinning import Chunk
+from kvtransfer.tiers.slab import Slab
 
 CHUNK = 4 * 4096  # four slots
 OK = PageStatus.OK
@@ -214,3 +216,43 @@ def test_the_mover_answers_what_it_cannot_do(tmp_path: Path) -> None:
         assert ask(Resize(id=7, tier="host", capacity_pages=2))[0] == [OK] and parts.mover.facts().host_pages == 2
     finally:
         parts.close()
+
+
+def test_growth_in_the_background_is_followed_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step by step: what is ready is used while the rest is still to come, and it comes."""
+    steps, good = threading.Semaphore(2), Slab._make
+
+    def make(self: Slab, number: int, chunk: Chunk) -> None:
+        assert steps.acquire(timeout=LIMIT_S)
+        good(self, number, chunk)
+
+    monkeypatch.setattr(Slab, "_make", make)
+    rig = Rig(
+        "one process",
+        tmp_path,
+        slots=32,
+        host={"background": True, "chunk_bytes": 8 * 4096},
+        host_pages=8,
+        host_plan={"most_pages": 24},
+    )
+    try:
+        assert rig.parts is not None
+        host = rig.parts.host
+        until(lambda: host.ready_slots == 8, "a quarter of it")
+        rig.cache.tick()
+        steps.release(2)
+        until(lambda: host.ready_slots == 16, "half of it")
+        rig.cache.tick()
+        assert rig.directory.capacity("host") == 16 and host.grows and rig.directory.idle
+        tokens = rig.tokens(16)
+        rows = rig.stored(tokens)
+        steps.release(4)
+        until(lambda: not host.grows, "all of it")
+        rig.cache.tick()
+        assert rig.directory.capacity("host") == 24 and host.ready_slots == 32
+        assert np.array_equal(rig.loaded(tokens), rows)
+        assert sized(rig.cache, 5).statuses == [OK] and host.ready_slots == 5
+        rig.check()
+    finally:
+        steps.release(8)
+        rig.close()
