@@ -9,11 +9,14 @@ of the prompt's KV. POST /flush_cache or /reset_prefix_cache empties what the en
 
 from __future__ import annotations
 
+import argparse
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -298,3 +301,42 @@ class _Words:
 def _require_greedy(temperature: float) -> None:
     if temperature != 0:
         raise ConfigError(f"temperature: expected 0 (this server decodes greedily), got {temperature}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until the input ends, or until interrupted."""
+    from rigs import device_of  # noqa: PLC0415  (as a module this file needs no model)
+    from serving_local import ABLATIONS, LocalOptions, served  # noqa: PLC0415
+
+    out = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    out.add_argument("--port", type=int, default=8000, help="0: a free one")
+    out.add_argument("--model", help="folder, GGUF file or id (SmolLM2-135M)")
+    out.add_argument("--random-weights", action="store_true", help="a tiny random model")
+    out.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    out.add_argument("--cache", choices=ABLATIONS, default="host", help="which tiers there are")
+    out.add_argument("--page-size", type=int, default=16)
+    out.add_argument("--host-pages", type=int, default=4096)
+    out.add_argument("--disk", type=Path, default=Path("kvtransfer-disk"), help="folder of the disk tier")
+    out.add_argument("--disk-gb", type=float, default=1.0)
+    out.add_argument("--redis", help="redis://host:port of the remote tier")
+    args = out.parse_args(argv)
+    if "remote" in args.cache and args.redis is None:
+        out.error("--cache host+disk+remote: expected --redis redis://host:port")
+    device = device_of(args.device)
+    options = LocalOptions(
+        device, args.model, args.random_weights, args.page_size, args.host_pages, args.disk, args.disk_gb, args.redis
+    )
+    try:
+        for _, url in served(options, [args.cache], args.port):
+            print(f"serving at {url}; end with the end of input, or Ctrl-C", flush=True)
+            sys.stdin.read()
+    except KVTransferError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

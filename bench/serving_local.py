@@ -34,12 +34,12 @@ class LocalOptions:
     redis: str | None
 
 
-def served(options: LocalOptions, cases: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(case, URL) of a server for each case, which serves until the next one is asked for."""
+def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Iterator[tuple[str, str]]:
+    """(case, URL) of a server for each case, which serves until the next one is asked for. ``port`` 0: a free one."""
     loaded = load_model(options.model, options.random_weights, options.device, Console(stderr=True, highlight=False))
     for case in cases:
         if case == "none":
-            yield from _serve(case, loaded, KeptPrefixes(most=0), options, {})
+            yield from _serve(case, loaded, KeptPrefixes(most=0), options, {}, port)
             continue
         pool_tokens = int(loaded.model.config.get_text_config(decoder=True).max_position_embeddings)
         prefixes = PrefixCache.create(
@@ -49,11 +49,11 @@ def served(options: LocalOptions, cases: Sequence[str]) -> Iterator[tuple[str, s
             pool_tokens=min(pool_tokens, 1 << 16),
             model_name=f"bench-{secrets.token_hex(8)}",  # what earlier runs left in a shared store is not ours
         )
-        yield from _serve(case, loaded, prefixes, options, {"cache": prefixes})
+        yield from _serve(case, loaded, prefixes, options, {"cache": prefixes}, port)
 
 
 def _serve(
-    case: str, loaded: LoadedModel, prefixes: Any, options: LocalOptions, more: dict[str, PrefixCache]
+    case: str, loaded: LoadedModel, prefixes: Any, options: LocalOptions, more: dict[str, PrefixCache], port: int
 ) -> Iterator[tuple[str, str]]:
     engine = LocalEngine(loaded.model, loaded.encode, loaded.decode, prefixes, page_size=options.page_size)
 
@@ -68,7 +68,7 @@ def _serve(
         }
 
     try:
-        with serving(engine, info=info) as server:
+        with serving(engine, info=info, port=port) as server:
             yield case, server.url
     finally:
         engine.close()

@@ -238,6 +238,30 @@ def test_writes_that_fail_leave_the_tier_without_the_page(make: MakeRig) -> None
     assert np.array_equal(rig.loaded(tokens), rows)
 
 
+def test_a_load_does_not_wait_for_a_slow_write_below(make: MakeRig) -> None:  # noqa: F811
+    """Nor does another write of the same slots, nor a read of other pages."""
+    rig = make(lower={"near": MEMORY, "far": MEMORY})
+    first = rig.tokens(3)
+    kept = rig.stored(first)
+    rig.cache.flush("host")
+    rig.settle()
+    tokens = rig.tokens(4)
+    rig.do("fault", "near", "stall", "put", hold=True)
+    pages = rig.take(4)
+    rows = rig.write(pages)
+    rig.cache.store(tokens, pages).result(LIMIT_S).require()
+    rig.give(pages)
+    until(lambda: rig.do("struck", "near"), "the tier has them")
+    assert np.array_equal(rig.loaded(tokens), rows)
+    assert np.array_equal(rig.loaded(first), kept)
+    until(lambda: rig.do("counters", "far")["stored"] == 7, "the other tier has them")
+    assert not rig.directory.idle
+    rig.release("near")
+    rig.cache.flush("host")
+    rig.settle()
+    assert np.array_equal(rig.loaded(tokens), rows)
+
+
 def test_a_store_that_is_aborted_leaks_nothing_and_stores_no_strangers_bytes(make: MakeRig) -> None:  # noqa: F811
     rig = make(pages=12, slots=32)
     tokens = rig.tokens(8)

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cache_helpers import FORMS, SMALL, Rig, hit_pages
-from engine_helpers import LIMIT_S, put_pages, until
+import torch
+from cache_helpers import FORMS, SMALL, Parts, Recipe, Rig, hit_pages
+from engine_helpers import GUARD, LIMIT_S, put_pages, until
 
 from kvtransfer.cache import TieredCache
+from kvtransfer.commands import STATUSES, Ack, Cancel, Relocate, Resize, packed
 from kvtransfer.config import load_config
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError
@@ -176,6 +178,44 @@ def test_a_configured_cache_grows_to_what_the_file_says() -> None:
             assert cache.stats().directory.tiers["host"].capacity_pages == pages
         with pytest.raises(CapacityError, match="most_pages=16 pages, got 17"):
             cache.resize_host(17)
+
+
+def packed_ids(*numbers: int) -> bytes:
+    return packed(np.array(numbers, dtype=np.int64))
+
+
+def test_the_mover_answers_what_it_cannot_do(tmp_path: Path) -> None:
+    """Nothing that a command asks of the host tier raises, and a refused one changes nothing."""
+    recipe = Recipe(tmp_path, slots=8)
+    for file, size in recipe.files():
+        file.write_bytes(np.random.default_rng().bytes(size + 2 * GUARD))
+    parts = Parts(recipe)
+    acks: dict[int, Ack] = {}
+    parts.mover.answer = lambda ack: acks.update({ack.id: ack})
+    try:
+
+        def ask(command: Relocate | Resize) -> tuple[list[PageStatus], str]:
+            parts.mover.submit([command])
+            until(lambda: command.id in acks, "an answer")
+            return [STATUSES[code] for code in acks[command.id].statuses], acks[command.id].detail
+
+        error = PageStatus.ERROR
+        statuses, said = ask(Relocate(id=1, tier="elsewhere", read=packed_ids(1), slots=packed_ids(2)))
+        assert statuses == [error] and "expected the host tier 'host', got 'elsewhere'" in said
+        statuses, said = ask(Relocate(id=2, tier="host", read=packed_ids(1, 2), slots=packed_ids(2, 3)))
+        assert statuses == [error] * 2 and "none of those" in said
+        statuses, said = ask(Resize(id=3, tier="host", capacity_pages=9))
+        assert statuses == [error] and "expected a size of 1 to 8 slots, got 9" in said
+        parts.mover.submit([Cancel(id=4, command=5)])
+        assert ask(Resize(id=5, tier="host", capacity_pages=2))[0] == [PageStatus.CANCELLED]
+        assert parts.mover.facts().host_pages == 8
+        before = parts.host.payload.clone()
+        assert ask(Relocate(id=6, tier="host", read=packed_ids(7, 5), slots=packed_ids(0, 1)))[0] == [OK, OK]
+        rows, old = (x.view(8, -1) for x in (parts.host.payload, before))
+        assert torch.equal(rows[:2], old[[7, 5]]) and torch.equal(rows[2:], old[2:])
+        assert ask(Resize(id=7, tier="host", capacity_pages=2))[0] == [OK] and parts.mover.facts().host_pages == 2
+    finally:
+        parts.close()
 
 
 def test_growth_in_the_background_is_followed_and_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

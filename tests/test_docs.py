@@ -60,10 +60,14 @@ def test_readme(capsys: Any) -> None:
     assert torch.equal(names["pool"].view(31, "v", torch.bfloat16), v[31])
 
 
-def test_transformers_page() -> None:
-    first, by_cache, by_hooks = python_blocks("docs/transformers.md")
+def test_transformers_page(tmp_path: Path) -> None:
+    prefix_cache, first, by_cache, by_hooks = python_blocks("docs/transformers.md")
     model = tiny_model("llama")
-    names: dict[str, Any] = {"model": model, "ids": prompt(2100)}
+    names: dict[str, Any] = {"model": model, "ids": prompt(100)}
+    exec(prefix_cache.replace("/nvme/kv", str(tmp_path)), names)
+    assert torch.equal(names["out"], names["again"]) and names["rows"].shape == (2, 8)
+    assert names["prefixes"].stats().cached_tokens == 96
+    names["ids"] = prompt(2100)
     exec(first, names)
     assert names["out"].shape[1] > 2100
 

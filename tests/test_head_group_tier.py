@@ -32,9 +32,9 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     server.kill()
 
 
-def rank(port: int, tp_size: int, tp_rank: int, spec: KVSpec = MODEL, **more: int) -> HeadGroupTier:
+def rank(port: int, tp_size: int, tp_rank: int, spec: KVSpec = MODEL) -> HeadGroupTier:
     groups = HeadGroups(spec, share_across_tp=SHARED, tp_size=tp_size, tp_rank=tp_rank)
-    return HeadGroupTier(RedisTier(f"redis://127.0.0.1:{port}"), groups, **more)
+    return HeadGroupTier(RedisTier(f"redis://127.0.0.1:{port}"), groups)
 
 
 def arenas(tier: HeadGroupTier, whole: Arena, pages: int, size: int, number: int) -> Arena:

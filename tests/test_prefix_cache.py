@@ -165,6 +165,27 @@ def test_rows_that_end_early_store_no_padding(llama: tuple[PrefixCache, Any]) ->
         assert hit.tokens == (15 + stop) // PAGE * PAGE
 
 
+def test_the_next_turn_may_come_at_once(llama: tuple[PrefixCache, Any]) -> None:
+    """Without a flush in between: what is on its way to the host is waited for."""
+    prefixes, model = llama
+    (row,) = prompts_of([65])
+    hits: list[int] = []
+    for _ in range(4):
+        out = prefixes.generate(
+            model, [row], max_new_tokens=8, do_sample=False, inspect=lambda _, cached: hits.extend(cached)
+        )
+        row = out[0].tolist()
+    assert hits == [0, 72, 80, 88]
+
+
+def test_what_is_not_to_be_stored_is_not(llama: tuple[PrefixCache, Any]) -> None:
+    prefixes, model = llama
+    (row,) = prompts_of([29])
+    ask(prefixes, model, [row], store=False)
+    assert ask(prefixes, model, [row])[1] == [0]
+    assert ask(prefixes, model, [row])[1] == [24]
+
+
 def test_many_threads_share_a_cache(llama: tuple[PrefixCache, Any]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 

@@ -124,3 +124,25 @@ def test_the_longest_unused_sequence_is_given_up(engine: LocalEngine) -> None:
         assert engine.complete(prompt, 4).cached_tokens == 0
     assert engine.complete(prompts[3], 4).cached_tokens == 144
     assert engine.complete(prompts[0], 4).cached_tokens == 0
+
+
+def test_the_server_as_a_program() -> None:
+    """It says where it serves, and ends when its input does."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    script = Path(__file__).resolve().parent.parent / "bench" / "local_server.py"
+    words = [sys.executable, str(script), "--random-weights", "--device", "cpu", "--port", "0", "--host-pages", "100"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdin is not None and server.stdout is not None
+            url = server.stdout.readline().split()[2].rstrip(";")
+            client = ServerClient(url)
+            assert client.complete(TEXT, 3).cached_tokens == 0
+            assert client.complete(TEXT, 3).cached_tokens == len(TEXT) // 16 * 16
+            assert (client.info() or {})["cached_tokens"] == len(TEXT) // 16 * 16
+            server.stdin.close()
+            assert server.wait(60) == 0
+        finally:
+            server.kill()

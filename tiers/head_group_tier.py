@@ -210,7 +210,7 @@ class HeadGroupTier(WorkerTier):
             ).encode_into(trailer)
 
     def _join(self, stage: _Stage, page: int, key: bytes, buffer: RecordBuffer) -> Outcome:
-        """The gathered page and a header of its own into the caller's memory; CORRUPT unless its records belong together."""
+        """The gathered page and a header into the caller's memory; CORRUPT unless its records belong together."""
         spec = self.groups.rank_spec
         payload = stage.pages.record(page).payload
         try:

@@ -10,12 +10,13 @@ is new. Answers are those of the same computation without us: see docs/transform
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -24,41 +25,27 @@ from transformers.cache_utils import Cache
 from kvtransfer.cache import TieredCache
 from kvtransfer.commands import Scope
 from kvtransfer.config import Config, load_config
-from kvtransfer.integrations.fingerprint import fingerprint
-from kvtransfer.integrations.model_spec import cache_keyword, pool_for
+from kvtransfer.group import RankGroup
+from kvtransfer.integrations.model_spec import cache_keyword
 from kvtransfer.integrations.paged_cache import PagedCache
+from kvtransfer.integrations.prefix_build import lay_ground
+from kvtransfer.integrations.prefix_parts import PrefixStats, WithoutPrompt, end_tokens, new_tokens
 from kvtransfer.integrations.prefix_run import PrefixRun
 from kvtransfer.integrations.prompt_batch import Ids, PromptBatch
-from kvtransfer.kernels.errors import CapacityError, ConfigError, TransferError
+from kvtransfer.kernels.errors import CapacityError, ConfigError, DeadlineExceeded, TransferError
 from kvtransfer.pool import KVPool
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.tiers.base import Tier
-from kvtransfer.tiers.keys import Namespace
 
 Inspect = Callable[[Cache, tuple[int, ...]], None]
 """Told the cache, and for each row the tokens that were not computed, while the cache still holds everything."""
 
+Role = Literal["prefill", "decode", "both"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "both")
 _TRIES = 3  # the last one loads nothing
 _POLL_S = 0.001
+_ARRIVAL_POLL_S = 0.02
 _ONE_EACH = ("num_beams", "num_return_sequences", "num_beam_groups")
-
-
-@dataclass(frozen=True)
-class PrefixStats:
-    """Totals. Tokens are those of prompts; ``cached_tokens`` were loaded and not computed.
-
-    retries       forwards that were given up because a page of their load failed
-    loaded_pages  to the device, of prompts that were answered
-    stored_pages  whole pages that the cache has now, new or not; ``lost_pages`` it has not
-    """
-
-    prompts: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    retries: int = 0
-    loaded_pages: int = 0
-    stored_pages: int = 0
-    lost_pages: int = 0
 
 
 class PrefixCache:
@@ -66,15 +53,32 @@ class PrefixCache:
 
     tiers  the cache; ``pool`` is its pool: sequences live there while they run
     scope  what pages belong to: content namespace and salt. It must name the weights: `create` sees to it
-    owned  close the cache with this
+    role   "prefill" keeps prompts only; "decode" waits, ``arrival_s`` at most, until somebody else has stored the
+           prompt where it can be read, and keeps what it generates; "both" waits for nothing and keeps everything
+    ranks  of a tensor-parallel model: all of them call `generate` alike, and use what all have. Loads are then complete
+           and verified before the forward begins, since no rank can give it up alone
+    owned  called at `close`, the last one first
     """
 
-    def __init__(self, tiers: TieredCache, pool: KVPool, scope: Scope | None = None, *, owned: bool = False) -> None:
+    def __init__(
+        self,
+        tiers: TieredCache,
+        pool: KVPool,
+        scope: Scope | None = None,
+        *,
+        role: Role = "both",
+        arrival_s: float = 10.0,
+        ranks: RankGroup | None = None,
+        owned: Sequence[Callable[[], object]] = (),
+    ) -> None:
         if tiers.page_size != pool.spec.page_size:
             raise ConfigError(f"pool: expected pages of {tiers.page_size} tokens, got {pool.spec.page_size}")
+        if role not in ROLES or not 0 <= arrival_s <= 1e6:
+            raise ConfigError(f"expected a role of {', '.join(ROLES)} and seconds, got {role!r} and {arrival_s}")
         self.tiers, self.pool = tiers, pool
         self.scope = tiers.scope if scope is None else scope
-        self._owned = owned
+        self.role, self.arrival_s, self.ranks = role, arrival_s, ranks
+        self._owned = tuple(owned)
         self._lock = threading.Lock()
         self._stats = PrefixStats()
         self._leaving: deque[PrefixRun] = deque()  # answered, and still being stored
@@ -90,22 +94,34 @@ class PrefixCache:
         model_name: str | None = None,
         adapter: str | None = None,
         tiers: Mapping[str, Tier] | None = None,
+        role: Role = "both",
+        arrival_s: float = 10.0,
+        ranks: RankGroup | None = None,
         **more: Any,
-    ) -> PrefixCache:
+    ) -> Self:
         """A cache for ``model`` as configured (None: as the environment says), with a pool on the model's device.
 
         pool_tokens  room for the sequences that run at a time, and those that are still being stored
         model_name   what stands for the weights; None: ``namespace.model``, or a fingerprint of them
         tiers, more  instead of the configured lower tiers; for `kvtransfer.cache_build.create`
+        role, arrival_s, ranks  see the class. With ``share_across_tp`` configured, shared tiers hold records by head
+                     group, which ranks of other tensor-parallel sizes can read
         """
         if not isinstance(config, Config):
             config = load_config(config)
-        pool = pool_for(model, -(-pool_tokens // page_size), page_size)
-        name = model_name or config.namespace.model or fingerprint(model)
-        dtype = str(model.dtype).removeprefix("torch.")
-        space = Namespace.of(pool.spec, model=name, kv_dtype=dtype, adapter=adapter)
-        scope = Scope(space.digest(), config.namespace.salt_bytes())
-        return cls(TieredCache.create(pool, config, scope=scope, tiers=tiers, **more), pool, scope, owned=True)
+        ground = lay_ground(
+            model,
+            config,
+            page_size=page_size,
+            pool_tokens=pool_tokens,
+            model_name=model_name,
+            adapter=adapter,
+            tiers=tiers,
+            ranks=ranks,
+            **more,
+        )
+        owned = (*ground.owned, ground.tiers.close)
+        return cls(ground.tiers, ground.pool, ground.scope, role=role, arrival_s=arrival_s, ranks=ranks, owned=owned)
 
     def generate(
         self,
@@ -114,12 +130,14 @@ class PrefixCache:
         *,
         attention_mask: torch.Tensor | None = None,
         inspect: Inspect | None = None,
+        store: bool = True,
         **options: Any,
     ) -> Any:
         """``model.generate(ids, **options)``, without computing what the cache has. The same result.
 
         ids      (rows, tokens), several prompts padded on the left with their ``attention_mask``; or lists of ids
         inspect  see `Inspect`
+        store    keep what is new; False for what nobody will ask again
 
         A batch uses the columns that all of its rows have. Where a page fails on its way the forward is given up before
         a token came out, and done again with what is left. Raises CapacityError where the pool is too small,
@@ -130,13 +148,14 @@ class PrefixCache:
             raise ConfigError(f"generate: expected one sequence a prompt and no beams, got {wrong}")
         pad = options.get("pad_token_id")
         batch = PromptBatch.of(ids, attention_mask, 0 if pad is None else int(pad), model.device)
-        longest = batch.columns + _new_tokens(model, batch.columns, options)
+        longest = batch.columns + new_tokens(model, batch.columns, options)
+        self._await_stores(batch)
         self._fetch(batch)
         for attempt in range(1, _TRIES + 1):
             run = self._reserve(model, batch, longest)
             try:
                 if attempt < _TRIES:
-                    run.load()
+                    run.load(self.ranks)
                 out = self.forward(model, run, options)
                 if inspect is not None:
                     inspect(run.cache, run.cached)
@@ -146,12 +165,12 @@ class PrefixCache:
                     raise
                 self._count(retries=1)
                 if attempt == 1 and options.get("streamer") is not None:
-                    options["streamer"] = _WithoutPrompt(options["streamer"])
+                    options["streamer"] = WithoutPrompt(options["streamer"])
                 continue
             except BaseException:
                 run.end()
                 raise
-            lost = run.store(self._rows(model, run, out, options))
+            lost = run.store(self._rows(model, run, out, options)) if store else 0
             with self._lock:
                 self._leaving.append(run)
             self._count(
@@ -170,16 +189,26 @@ class PrefixCache:
         with self._lock:
             return self._stats
 
-    def flush(self) -> None:
-        """Wait until everything is stored. The device keeps no prefixes: there is nothing to forget."""
+    def flush(self, timeout_s: float = 60.0) -> None:
+        """Wait until everything is stored, in lower tiers too. The device keeps no prefixes: it forgets nothing.
+
+        Raises DeadlineExceeded where lower tiers are not done in time.
+        """
         while self._reap(wait=True):
             pass
+        until = time.monotonic() + timeout_s
+        while not self.tiers.directory.idle:
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"flush: lower tiers were not done after {timeout_s:g} s")
+            time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Wait for stores; close the cache, if it was made here."""
-        self.flush()
-        if self._owned:
-            self.tiers.close()
+        """Wait for stores to the host; close what was made here, which sees to the lower tiers."""
+        while self._reap(wait=True):
+            pass
+        owned, self._owned = self._owned, ()
+        for close in reversed(owned):
+            close()
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -189,16 +218,36 @@ class PrefixCache:
 
     # --- inside
 
+    def _await_stores(self, batch: PromptBatch) -> None:
+        """What begins as one of the prompts and is on its way to the host can be hit in a moment: the next turn of a
+        conversation comes at once."""
+        size = self.tiers.page_size
+        starts = [tuple(row[:size]) for row in batch.rows]
+        with self._lock:
+            near = [run for run in self._leaving if any(start in run.starts for start in starts)]
+        for run in near:
+            run.wait()
+
     def _fetch(self, batch: PromptBatch) -> None:
-        """Bring what lower tiers have to the host, as long as the stop policy says."""
-        with ExitStack() as stop:
-            jobs: list[PrefetchJob] = []
-            for row in batch.rows:
-                jobs.append(self.tiers.prefetch(row, self.scope))
-                stop.callback(self.tiers.stop, jobs[-1])
-            for job in jobs:
-                while not self.tiers.admit(job):
-                    threading.Event().wait(_POLL_S)
+        """Bring what lower tiers have to the host, as long as the stop policy says; as "decode" until all is there."""
+        until = time.monotonic() + (self.arrival_s if self.role == "decode" else 0.0)
+        while True:
+            with ExitStack() as stop:
+                jobs: list[PrefetchJob] = []
+                for row in batch.rows:
+                    jobs.append(self.tiers.prefetch(row, self.scope))
+                    stop.callback(self.tiers.stop, jobs[-1])
+                for job in jobs:
+                    while not self.tiers.admit(job):
+                        time.sleep(_POLL_S)
+            if time.monotonic() >= until or all(self._has(row) for row in batch.rows):
+                return
+            time.sleep(_ARRIVAL_POLL_S)
+
+    def _has(self, row: list[int]) -> bool:
+        """Whether every whole page of a prompt is there."""
+        with self.tiers.match(row, self.scope) as hit:
+            return hit.pages == len(row) // self.tiers.page_size
 
     def _reserve(self, model: PreTrainedModel, batch: PromptBatch, columns: int) -> PrefixRun:
         """Pages for the whole batch and what it will write; waits for stores where there is no room."""
@@ -225,10 +274,10 @@ class PrefixCache:
     def _rows(self, model: PreTrainedModel, run: PrefixRun, out: Any, options: dict[str, Any]) -> list[list[int]]:
         """For each row its tokens whose KV is there, without what follows an end of text."""
         sequences = out if isinstance(out, torch.Tensor) else out.sequences
-        ends = _end_tokens(model, options)
+        ends = end_tokens(model, options)
         rows = []
         for row, pad, prompt in zip(sequences.tolist(), run.batch.pads, run.batch.rows, strict=True):
-            tokens = row[pad : run.cache.tokens]
+            tokens = row[pad : len(prompt) + pad if self.role == "prefill" else run.cache.tokens]
             end = next((i for i, token in enumerate(tokens) if i >= len(prompt) and token in ends), len(tokens))
             rows.append(tokens[: end + 1])
         return rows
@@ -246,36 +295,3 @@ class PrefixCache:
     def _count(self, **more: int) -> None:
         with self._lock:
             self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
-
-
-class _WithoutPrompt:
-    """A streamer that has seen the prompt already, which `generate` hands over first."""
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer, self._first = streamer, True
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._first:
-            self._streamer.put(value)
-        self._first = False
-
-    def end(self) -> None:
-        self._streamer.end()
-
-
-def _new_tokens(model: PreTrainedModel, columns: int, options: dict[str, Any]) -> int:
-    """Tokens that `generate` may write at most."""
-    given = options.get("generation_config") or model.generation_config
-    new = options.get("max_new_tokens") or given.max_new_tokens
-    if new is None:
-        total = options.get("max_length") or given.max_length
-        new = 20 if total is None else max(1, int(total) - columns)
-    return int(new)
-
-
-def _end_tokens(model: PreTrainedModel, options: dict[str, Any]) -> set[int]:
-    given = options.get("generation_config") or model.generation_config
-    ends = options.get("eos_token_id", given.eos_token_id)
-    if ends is None:
-        return set()
-    return {int(end) for end in (ends if isinstance(ends, (list, tuple)) else [ends])}

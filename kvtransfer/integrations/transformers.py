@@ -19,7 +19,8 @@ from __future__ import annotations
 from kvtransfer.integrations.model_spec import cache_keyword, kv_spec_for, pool_for, usable_prefix, window_layers
 from kvtransfer.integrations.paged_cache import PagedCache
 from kvtransfer.integrations.paged_layers import PagedLayer, PagedSlidingLayer
-from kvtransfer.integrations.prefix_cache import PrefixCache, PrefixStats
+from kvtransfer.integrations.prefix_cache import PrefixCache
+from kvtransfer.integrations.prefix_parts import PrefixStats
 
 __all__ = [
     "PagedCache",
