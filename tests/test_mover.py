@@ -234,8 +234,8 @@ def test_a_tier_that_takes_long_to_attach(bench: Bench, closing: bool) -> None:
     """Of two that attach a name at once one is refused, and nothing of it is left; a mover that is closed meanwhile
     lets go of the tier as well."""
     tiers = [Registers(bench.parts.maker("x", MEMORY)) for _ in range(2)]
-    made = iter(tiers)
-    bench.mover._make_tier = lambda name, options: next(made)
+    to_make = [*tiers]
+    bench.mover._make_tier = lambda name, options: to_make.pop(0)
     met: list[Any] = []
 
     def attach() -> None:
@@ -252,7 +252,7 @@ def test_a_tier_that_takes_long_to_attach(bench: Bench, closing: bool) -> None:
             bench.mover.close(timeout_s=0.1)
     else:
         threads[1].start()
-        until(lambda: next(made, None) is None, "the other tier is made")
+        until(lambda: not to_make, "the other tier is made")
     tiers[0].gate.set()
     for thread in threads:
         thread.join(LIMIT_S)
