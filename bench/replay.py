@@ -15,6 +15,7 @@ hits what it holds at any size. For the format of a trace see traces.py.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from replay_cache import Result, Setting, replay
 from report import checked, exit_status, print_table, progress, write_content
 from report import parser as options
@@ -35,6 +37,7 @@ from kvtransfer.policy import EVICTION
 NEAR = 0.02  # of the best rate: what a knee may lack
 SIZES = ("1M", "2M", "4M", "8M", "16M", "32M", "64M", "128M")
 UNITS = {"k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
+MARKERS = "osD^vX"
 EACH = 100  # requests between two steps of the bar
 
 
@@ -101,7 +104,7 @@ def print_results(results: Sequence[Result]) -> None:
                     f"{r.rate():.2%}",
                     f"{r.loaded_pages:,}" + (f", {r.wrong_pages:,} WRONG" if r.wrong_pages else ", all right"),
                     f"{r.short_loads:,}",
-                    f"{moved.get('load', 0) / 1e6:.1f}, {moved.get('store', 0) / 1e6:.1f}",
+                    f"{moved.get('load', 0) / 1e6:.2f}, {moved.get('store', 0) / 1e6:.2f}",
                     f"{moved.get('disk_read', 0) / 1e6:.0f}, {moved.get('disk_write', 0) / 1e6:.0f}",
                     f"{r.evicted_pages.get('host', 0):,}, {r.evicted_pages.get('disk', 0):,}",
                     f"{r.directory_s:.1f}",
@@ -141,20 +144,19 @@ def plot(file: Path, results: Sequence[Result]) -> None:
     for number, (policy, mine) in enumerate(by_policy(results).items()):
         mine = sorted(mine, key=lambda r: r.setting.host_pages)
         colour, sizes = colours[number % len(colours)], [r.host_tokens / 1e6 for r in mine]
-        axes.plot(sizes, [100 * r.rate("host") for r in mine], "o-", color=colour, ms=4, label=f"{policy}: host")
-        if mine[0].setting.disk_pages:
-            axes.plot(sizes, [100 * r.rate() for r in mine], "--", color=colour, lw=1.2, label=f"{policy}: with disk")
         best = knee(mine)
         x, y = best.host_tokens / 1e6, 100 * best.rate("host")
-        axes.plot([x], [y], "o", ms=12, mfc="none", mec=colour, mew=1.5)
-        axes.annotate(
-            f"{x:g} M", (x, y), textcoords="offset points", xytext=(0, -16), ha="center", color=colour, fontsize=8
-        )
+        look = {"marker": MARKERS[number % len(MARKERS)], "color": colour, "ms": 5, "alpha": 0.8}
+        label = f"{policy}: host (knee {x:.3g} M)"
+        axes.plot(sizes, [100 * r.rate("host") for r in mine], "-", label=label, **look)
+        if mine[0].setting.disk_pages:
+            axes.plot(sizes, [100 * r.rate() for r in mine], "--", color=colour, lw=1.2, label=f"{policy}: with disk")
+        axes.plot([x], [y], "o", ms=11 + 4 * number, mfc="none", mec=colour, mew=1.5)
     axes.set_xscale("log", base=2)
     ticks = sorted({r.host_tokens / 1e6 for r in results})
-    axes.set_xticks(ticks, [f"{t:.3g}" for t in ticks])
+    axes.set_xticks(ticks, [f"{t:.2g}" for t in ticks])
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(100 * r.rate() for r in results) or 1)
     axes.set_xlabel("host tier, million tokens (ring: the smallest within 2 % of the best)")
     axes.set_ylabel("tokens that were hit, %")
     first = results[0]
@@ -166,6 +168,17 @@ def plot(file: Path, results: Sequence[Result]) -> None:
     figure.tight_layout()
     figure.savefig(file, dpi=130, format="png")
     plt.close(figure)
+
+
+def write_files(args: argparse.Namespace, results: Sequence[Result], device: torch.device) -> None:
+    """What was asked for of ``results``."""
+    if args.json is not None:
+        knees = {policy: knee(mine).host_tokens for policy, mine in by_policy(results).items()}
+        write_content(args.json, device, rows=[flat(result) for result in results], knee_host_tokens=knees)
+    if args.csv is not None:
+        write_csv(args.csv, results)
+    if args.plot is not None:
+        plot(args.plot, results)
 
 
 def read_requests(file: Path, limit: int | None) -> list[Request]:
@@ -209,14 +222,8 @@ def main(argv: Sequence[str] | None) -> int:
         for setting in settings:
             with tempfile.TemporaryDirectory(prefix="replay-", dir=args.folder) as folder:
                 results.append(replay(requests, setting, Path(folder), device, step, EACH))
+            write_files(args, results, device)  # each time: a sweep takes long, and may be ended before its end
     print_results(results)
-    if args.json is not None:
-        knees = {policy: knee(mine).host_tokens for policy, mine in by_policy(results).items()}
-        write_content(args.json, device, rows=[flat(result) for result in results], knee_host_tokens=knees)
-    if args.csv is not None:
-        write_csv(args.csv, results)
-    if args.plot is not None:
-        plot(args.plot, results)
     wrong = sum(result.wrong_pages for result in results)
     if wrong:
         print(f"wrong bytes in {wrong:,} pages", file=sys.stderr)

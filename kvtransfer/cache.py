@@ -10,13 +10,11 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvtransfer.cache_handles import CacheLoad, CacheStore
 from kvtransfer.cache_parts import MoverPort, PageIds
 from kvtransfer.cache_upkeep import CacheUpkeep
 from kvtransfer.commands import Scope
-from kvtransfer.jobs import PrefixHit
+from kvtransfer.jobs import PrefixHit, integers
 from kvtransfer.kernels.errors import OwnershipError
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.recompute import Rate, choose
@@ -83,11 +81,9 @@ class TieredCache(CacheUpkeep):
         """
         self._require_open()
         given = self._checked(page_ids)
-        return self._watch(
-            CacheLoad(
-                self, self.directory.load(hit, given, layerwise=layerwise, pages=pages), self._deadline(deadline_s)
-            )
-        )
+        deadline = self._deadline(deadline_s)
+        job = self.directory.load(hit, given, layerwise=layerwise, pages=pages)
+        return self._watch(CacheLoad(self, job, deadline))
 
     def store(
         self,
@@ -152,7 +148,7 @@ class TieredCache(CacheUpkeep):
     def require_free(self, page_ids: PageIds, *, wait_s: float = 0.0) -> None:
         """Raise OwnershipError, naming pages, if a load or a store still owns one of these pages of the pool after
         ``wait_s`` seconds. For owners of an allocator, before they hand a page to somebody else."""
-        wanted = np.array(page_ids, dtype=np.int64).reshape(-1)
+        wanted = integers(page_ids, "page ids")
         with self.news:
             self.news.wait_for(lambda: not self._owned_of(wanted).size, wait_s)
             held = self._owned_of(wanted)

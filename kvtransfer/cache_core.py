@@ -15,7 +15,8 @@ from kvtransfer.cache_handles import CacheLoad, CacheStore
 from kvtransfer.cache_parts import Dropped, MoverPort, PageIds
 from kvtransfer.commands import Ack, Command, Load, Scope, ids
 from kvtransfer.directory import Directory
-from kvtransfer.jobs import Job
+from kvtransfer.jobs import Job, integers
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.prefetch import PrefetchJob
@@ -66,6 +67,7 @@ class CacheCore:
         self._fetching: dict[PrefetchJob, None] = {}
         self._going = threading.RLock()
         self._closed = False
+        self._sizing = threading.RLock()
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
         self._stop = threading.Event()
@@ -96,8 +98,9 @@ class CacheCore:
         before = self._facts
         if before.host_grows:
             self._facts = self.mover.facts()
-            if self._facts.host_pages > before.host_pages and not self._resized:
-                self.directory.resize(before.host_name, self._facts.host_pages)
+            with self._sizing:
+                if self._facts.host_pages > before.host_pages and not self._resized:
+                    self.directory.grown(before.host_name, self._facts.host_pages)
 
     # --- for the handles
 
@@ -194,8 +197,11 @@ class CacheCore:
 
     def _tick_on(self, every_s: float) -> None:
         while not self._stop.wait(every_s):
-            with suppress(UnavailableError):  # the mover has gone meanwhile
-                self.tick()
+            call_subscriber(self._tick_once)  # whatever a tier or an observer raises: the next one may do
+
+    def _tick_once(self) -> None:
+        with suppress(UnavailableError):  # the mover has gone meanwhile
+            self.tick()
 
     def _scope(self, scope: Scope | None) -> Scope:
         return self.scope if scope is None else scope
@@ -207,7 +213,7 @@ class CacheCore:
 
     def _checked(self, page_ids: PageIds) -> NDArray[np.int64]:
         """Page ids of the pool; the directory checks the rest."""
-        given = np.array(page_ids, dtype=np.int64).reshape(-1)
+        given = integers(page_ids, "page ids")
         if given.size and not 0 <= int(given.min()) <= int(given.max()) < self._facts.pool_pages:
             raise LayoutError(
                 f"page ids: expected 0 to {self._facts.pool_pages - 1}, got {int(given.min())} to {int(given.max())}"

@@ -10,7 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -244,12 +244,13 @@ class CacheLoad(CacheHandle):
 
     def computing(self, layer: int) -> AbstractContextManager[None]:
         """Around the work of the layer's forward; see `TransferHandle.computing`."""
-        return self._owner.layer_load(self.number).computing(layer)
+        parts = self._known_parts()
+        return nullcontext() if parts is None else parts.computing(layer)
 
     # --- inside
 
     def _submitted(self) -> LayerLoad | None:
-        """The transfers of the load, all of them; None where nothing had to be moved."""
+        """The transfers of the load, all of them; None where nothing has to be waited for."""
         if self._parts is None and self._pages:
             sent = self._await_sent(None)
             codes = self._job.codes[: self._pages]
@@ -261,8 +262,18 @@ class CacheLoad(CacheHandle):
                     "forward begins",
                     failed.tolist(),
                 )
-            self._parts = self._owner.layer_load(self.number)
+            self._parts = self._known_parts()
         return self._parts
+
+    def _known_parts(self) -> LayerLoad | None:
+        """None where the mover has forgotten it: all has landed, and the host has seen that, so there is nothing that a
+        stream would have to wait for."""
+        try:
+            return self._owner.layer_load(self.number)
+        except TransferError:
+            if self._job.done:
+                return None
+            raise
 
     def _await_sent(self, timeout_s: float | None) -> NDArray[np.bool_]:
         """Hold the caller until each page has a status or is on its way to the device. Which have been sent there."""

@@ -105,7 +105,8 @@ class CacheUpkeep(CacheCore):
         """Another size of the host tier, smaller or larger, memory and all: `Directory.resize`. Returns at once; the
         job is done when it holds (`Job.add_done_callback`), CANCELLED if this is called again before."""
         self._require_open()
-        self._resized = True
+        with self._sizing:
+            self._resized = True
         return self.directory.resize(self._facts.host_name, capacity_pages)
 
     def stats(self) -> CacheStats:

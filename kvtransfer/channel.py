@@ -108,8 +108,13 @@ class Channel:
             pass
         except (OSError, ConfigError) as error:  # reset, or no message of ours
             why = str(error)
-        self._out.put(None)
-        self._ended(why)
+        except BaseException as error:  # a bug of ``received``: nobody reads any more, and both sides have to know it
+            why = f"{type(error).__name__}: {error}"
+            self._shut()
+            raise
+        finally:
+            self._out.put(None)
+            self._ended(why)
 
     def _write(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -108,6 +109,9 @@ class Job:
         self.bad_layers: list[tuple[int, int]] = []
         self.node: Node | None = None  # locked for it
         self._unknown = pages
+        self._telling = (
+            threading.Lock()
+        )  # of `done` and the callbacks: one that comes while it ends is called all the same
         self._callbacks: list[Callable[[Job], object]] = []
 
     @property
@@ -135,10 +139,11 @@ class Job:
     def add_done_callback(self, callback: Callable[[Job], object]) -> None:
         """Call it once the job is done (at once if it is), on the thread that brought the last answer, without any of
         the directory's locks."""
-        if self.done:
-            callback(self)
-        else:
-            self._callbacks.append(callback)
+        with self._telling:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
 
     def _settle(self, pages: Ids, status: int) -> bool:
         """Write a status down where there is none. Whether this was the last that was missing."""
@@ -151,8 +156,9 @@ class Job:
         return bool(at.size) and not self._unknown
 
     def _finish(self) -> list[Callable[[Job], object]]:
-        self.done = True
-        out, self._callbacks = self._callbacks, []
+        with self._telling:
+            self.done = True
+            out, self._callbacks = self._callbacks, []
         return out
 
 
@@ -209,9 +215,21 @@ class Flight:
 
 def page_ids_of(given: NDArray[np.int64] | Sequence[int], count: int, verb: str) -> Ids:
     """Device page ids, int64, a copy of the caller's. Raises LayoutError unless they are ``count`` distinct ones."""
-    out = np.array(given, dtype=np.int64).reshape(-1)
+    out = integers(given, verb)
     if out.size != count:
         raise LayoutError(f"{verb}: expected {count} device pages, one for each page of tokens, got {out.size}")
     if out.size and (int(out.min()) < 0 or int(out.max()) > MAX_SLOT or np.unique(out).size < out.size):
         raise LayoutError(f"{verb}: expected distinct device pages in 0..{MAX_SLOT}, got {out[:8].tolist()}")
     return out
+
+
+def integers(given: NDArray[np.int64] | Sequence[int], what: str) -> Ids:
+    """A list of ids as int64, a copy. Raises LayoutError on what are no integers, or not one list of them: 1.5 is no
+    page 1, and a mask is no list of pages."""
+    try:
+        out = np.asarray(given)
+    except ValueError as error:
+        raise LayoutError(f"{what}: expected a list of integers, got a ragged one") from error
+    if out.size and (out.ndim != 1 or out.dtype.kind not in "iu"):
+        raise LayoutError(f"{what}: expected a list of integers, got shape {out.shape} of {out.dtype}")
+    return out.astype(np.int64).reshape(-1)

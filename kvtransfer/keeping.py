@@ -133,6 +133,16 @@ class Keeping(Prefetching):
                 self._tell(job, np.zeros(1, dtype=np.int64), OK)
             return job
 
+    def grown(self, tier: str, pages: int) -> None:
+        """The memory of the slots tier has grown by itself to so many slots: they are given out from now on, as far as
+        the plan goes. Nothing is asked of the mover: it would take a `resize` for the end of growing. Not after one."""
+        with self._working():
+            book = self._book(tier)
+            if not book.is_slots or book.sizing is not None or book.size_asked:
+                raise ConfigError(f"grown: expected a slots tier that no resize is about, got {tier}")
+            book.memory = book.goal = max(book.memory, min(pages, book.extents.count))
+            self._set_ready(book)
+
     def capacity(self, tier: str) -> int | None:
         """Pages that a tier may have now; None: no limit that is known here."""
         with self._index.mutex:
@@ -203,6 +213,8 @@ class Keeping(Prefetching):
                 self._index.tidy(node)
             self._vacate(self._host)
             prune, host = self._prune, self._host
+            if host.sizing is not None:
+                return  # pages that are relocated count twice; what is too much was given up when that began
             if host.used - host.leaving > self._high * (host.capacity or 0):
                 self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))
             if prune is not None and now - self._pruned_at >= prune.every_s:

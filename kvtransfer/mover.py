@@ -31,7 +31,7 @@ from kvtransfer.commands import (
 from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.callbacks import call_subscriber
-from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TransferCancelled
+from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TierError, TransferCancelled
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.layer_loads import LayerLoad, LayerLoads
 from kvtransfer.lower_tier import KeyCommand, LowerTier
@@ -89,8 +89,8 @@ class Mover:
         self._lower: dict[str, LowerTier] = {}
         self._loads = LayerLoads()
         self._deadlines = Deadlines("mover", lambda: None)
-        # One thread begins what somebody waits for, one what reads a lot of memory first (to seal it), one resizes: none
-        # is an engine's or a tier's.
+        # One thread begins what somebody waits for, one what reads a lot of memory first (to seal it), one resizes:
+        # none is an engine's or a tier's.
         self._reading = ThreadPoolExecutor(1, "kvtransfer-reads")
         self._writing = ThreadPoolExecutor(1, "kvtransfer-writes")
         self._sizing = ThreadPoolExecutor(1, "kvtransfer-resizes")
@@ -141,9 +141,7 @@ class Mover:
     def attach(self, name: str, tier: Tier | Mapping[str, Any]) -> TierFacts:
         """Take commands for one more tier. Blocks until it knows the host's memory. Options instead of a tier: it is
         made here, and closed at `detach` or `close`."""
-        with self._lock:
-            if name in self._lower or name == self.host_name or self._under.closing:
-                raise ConfigError(f"attach: expected a mover that is open and has no tier {name!r} yet")
+        self._require_new(name)
         owned = not isinstance(tier, Tier)
         if not isinstance(tier, Tier):
             if self._make_tier is None:
@@ -153,6 +151,7 @@ class Mover:
             tier = self._make_tier(name, tier)
         with self._tiers:
             try:
+                self._require_new(name)  # another thread may have been faster
                 lower = LowerTier(
                     tier,
                     self.host,
@@ -219,8 +218,11 @@ class Mover:
             self._under.cancel_all()
         if left := self._under.wait_empty(timeout_s):
             raise DeadlineExceeded(f"mover: close: {left} commands had no end after {timeout_s:g} s")
+        if not self._tiers.acquire(timeout=max(0.1, until - time.monotonic())):
+            raise DeadlineExceeded(f"mover: close: a tier was being attached or detached after {timeout_s:g} s")
         with self._lock:
             lower, self._lower = self._lower, {}
+        self._tiers.release()
         for below in lower.values():
             below.close(drain=drain, timeout_s=max(0.1, until - time.monotonic()))
         self._deadlines.close()
@@ -236,6 +238,11 @@ class Mover:
         self.close(drain=error is None)
 
     # --- inside
+
+    def _require_new(self, name: str) -> None:
+        with self._lock:
+            if name in self._lower or name == self.host_name or self._under.closing:
+                raise ConfigError(f"attach: expected a mover that is open and has no tier {name!r} yet")
 
     def _facts_of(self, tier: Tier) -> TierFacts:
         stats = tier.stats()
@@ -332,7 +339,14 @@ class Mover:
 
     def _judge(self, lower: LowerTier, under: Under, command: KeyCommand, handle: TierHandle) -> None:
         """On the telling thread: a tier has answered."""
-        self._under.end(under, *lower.judge(command, handle))
+        pages = positions(command)
+        try:
+            codes, said = lower.judge(command, handle)
+            if len(codes) != pages:
+                raise TierError(f"expected an answer for each of {pages} pages, got {len(codes)}")
+        except Exception as error:  # kept: it is what became of the command
+            codes, said = bytes([ERROR]) * pages, _said(error)
+        self._under.end(under, codes, said)
 
     def _late(self, under: Under) -> None:
         """A tier has not kept its deadline: ask it to stop. Where it holds no buffers, it is not waited for."""

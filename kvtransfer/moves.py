@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,7 @@ from kvtransfer.books import Book
 from kvtransfer.commands import CODES, OK, WAITING, Cancel, Command, Demote, Load, Promote, Resize, Store, packed
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Flight, Job, Move
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.radix import Match
 from kvtransfer.room import BATCH_PAGES, Room
 from kvtransfer.tiers.base import PageStatus
@@ -48,24 +50,28 @@ class Moves(Room):
     def _working(self) -> Iterator[None]:
         """Around every verb: under the mutex; before it ends, waiting moves go on as far as they can; after it, without
         the mutex, callbacks of jobs that ended run."""
-        calls: list[tuple[Callable[[Job], object], Job]] = []
+        calls: list[Callable[[], object]] = []
         tell: Callable[[], object] | None = None
-        with self._index.mutex:
-            self._depth += 1
+        try:
+            with self._index.mutex:
+                self._depth += 1
+                try:
+                    yield
+                    if self._depth == 1:
+                        self._pump()
+                finally:
+                    self._depth -= 1
+                    if not self._depth:
+                        ended, self._ended = self._ended, []
+                        calls = [partial(call, job) for job in ended for call in job._finish()]
+                        tell = self.on_commands if self._outbox else None
+        finally:  # whatever was raised: what was begun is given out, a job that has ended says so, and to everybody
             try:
-                yield
-                if self._depth == 1:
-                    self._pump()
+                if tell is not None:
+                    tell()
             finally:
-                self._depth -= 1
-                if not self._depth:
-                    ended, self._ended = self._ended, []
-                    calls = [(call, job) for job in ended for call in job._finish()]
-                    tell = self.on_commands if self._outbox else None
-        if tell is not None:
-            tell()
-        for call, job in calls:
-            call(job)
+                for call in calls:
+                    call_subscriber(call)
 
     # --- moves
 

@@ -73,7 +73,10 @@ class RemoteMover:
                 self._channel.send(command)
             elif not isinstance(command, Cancel):
                 assert self._refusing is not None
-                self._refusing.submit(call_subscriber, partial(self._refuse, command, gone))
+                try:
+                    self._refusing.submit(call_subscriber, partial(self._refuse, command, gone))
+                except RuntimeError:  # closed: it takes no more
+                    call_subscriber(partial(self._answer_error, command, gone))
 
     def load(self, number: int) -> LayerLoad:
         """Raises ConfigError: streams can be made to wait in the mover's process alone (`Mover.load`)."""
@@ -118,9 +121,8 @@ class RemoteMover:
             self._call("close", type(None), timeout_s + 10.0, drain=drain, timeout_s=timeout_s)
         except UnavailableError:
             pass  # it is gone: everything has been answered
-        with self._lock:
-            self._gone = self._gone or "the mover is closed"
-            refusing = self._refusing
+        self._give_up_calls("the mover is closed")
+        refusing = self._refusing
         self._channel.close()
         if refusing is not None and not self.is_own_thread():
             refusing.shutdown()
@@ -166,18 +168,23 @@ class RemoteMover:
                     future.set_exception(error)
 
     def _ended(self, why: str) -> None:
+        if self._give_up_calls(f"the mover is gone: {why}") and self.lost is not None:
+            call_subscriber(lambda: self.lost(why) if self.lost is not None else None)
+
+    def _give_up_calls(self, why: str) -> bool:
+        """No call has an answer from now on. False if that was known."""
         with self._lock:
-            if self._gone:  # we closed it
-                return
-            self._gone = f"the mover is gone: {why}"
+            new, self._gone = not self._gone, self._gone or why
             calls, self._calls = self._calls, {}
         for future in calls.values():
             future.set_exception(UnavailableError(self._gone))
-        if self.lost is not None:
-            call_subscriber(lambda: self.lost(why) if self.lost is not None else None)
+        return new
 
     def _refuse(self, command: Command, why: str) -> None:
         self._refuser = threading.get_ident()
+        self._answer_error(command, why)
+
+    def _answer_error(self, command: Command, why: str) -> None:
         if self.answer is not None:
             self.answer(Ack.of(command, PageStatus.ERROR, detail=why))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from engine_helpers import LIMIT_S, until
 from kvtransfer.cache import TieredCache
 from kvtransfer.directory import Directory
 from kvtransfer.hooks import layerwise
-from kvtransfer.kernels.errors import ConfigError, LayoutError, TransferError
+from kvtransfer.kernels.errors import CapacityError, ConfigError, DeadlineExceeded, LayoutError, TransferError
+from kvtransfer.layer_loads import KEPT
 from kvtransfer.tiers.base import PageStatus
 
 OK = PageStatus.OK
@@ -146,6 +148,58 @@ def test_free_pages_of_a_running_load_are_its_own(make: MakeRig) -> None:  # noq
     load.result(LIMIT_S).require()
     assert load.free_page_ids.size == 0
     rig.give(pages)
+
+
+def test_layers_of_a_load_that_the_mover_has_forgotten(tmp_path: Path) -> None:
+    """More loads than it remembers were submitted before their forwards began: all of them have landed."""
+    rig = Rig("one process", tmp_path)
+    try:
+        tokens = rig.tokens(1)
+        rows, pages = rig.stored(tokens), rig.take(2)
+        loads = []
+        with rig.cache.match(tokens) as hit:
+            for number in range(KEPT + 2):
+                loads.append(rig.cache.load(hit, pages[:1] if not number else pages[1:], layerwise=True))
+                loads[-1].result(LIMIT_S).require()
+        with pytest.raises(TransferError, match="expected 1 pages"):
+            rig.mover.load(loads[0].number)
+        loads[0].wait_layer(0)
+        loads[0].wait_all()
+        with loads[0].computing(1):
+            pass
+        assert np.array_equal(rig.read(pages[:1]), rows) and loads[0].verdict(LIMIT_S).verified
+        rig.give(pages)
+        rig.check()
+    finally:
+        rig.close()
+
+
+def test_ticks_go_on_whatever_one_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that cancels what is beyond its deadline does not end with somebody's bug."""
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: seen.append(args.exc_type))
+    rig = Rig("one process", tmp_path, cache={"tick_s": 0.01})
+    try:
+        met: list[type[Exception]] = [DeadlineExceeded, CapacityError, OSError]
+        good = rig.directory.tick
+
+        def tick() -> None:
+            if met:
+                raise met.pop(0)("met by a tick")
+            good()
+
+        monkeypatch.setattr(rig.directory, "tick", tick)
+        until(lambda: len(seen) == 3, "all are reported")
+        rig.do("hold", "copy_out")
+        store = rig.cache.store(rig.tokens(1), pages := rig.take(1), deadline_s=0.05)
+        until(lambda: rig.do("held"), "it is under way")
+        until(store.expired, "the deadline")
+        rig.do("let_go")
+        until(store.done, "the store is done")
+        rig.give(pages)
+        assert seen == [DeadlineExceeded, CapacityError, OSError]
+    finally:
+        rig.close()
 
 
 def test_halves_that_do_not_fit_are_refused(make: MakeRig) -> None:  # noqa: F811

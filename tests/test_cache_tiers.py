@@ -326,9 +326,17 @@ def test_bad_input_is_refused_before_anything_is_touched(make: MakeRig) -> None:
         rig.cache.store(tokens, [1, 2])
     with pytest.raises(ConfigError, match="deadline_s"):
         rig.cache.store(tokens, [1, 2, 3], deadline_s=0.0)
+    for wrong in ([0.5, 1.0, 2.0], [[0, 1, 2]], [True, False, True], ["0", "1", "2"], [[0], [1, 2]], [2**63, 1, 2]):
+        with pytest.raises(LayoutError, match="expected"):
+            rig.cache.store(tokens, wrong)  # type: ignore[arg-type]
+        with pytest.raises(LayoutError, match="expected"):
+            rig.directory.store(tokens, wrong, rig.cache.scope)  # type: ignore[arg-type]
     hit = rig.cache.match(tokens)
     with pytest.raises(LayoutError):
         rig.cache.load(hit, [0, 1])
+    with pytest.raises(ConfigError, match="deadline_s"):
+        rig.cache.load(hit, [0, 1, 2], deadline_s=0.0)
+    assert rig.directory.idle and rig.directory.figures().tiers == before.tiers
     hit.release()
     with pytest.raises(OwnershipError, match="held"):
         rig.cache.load(hit, [0, 1, 2])

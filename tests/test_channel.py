@@ -90,6 +90,22 @@ def test_what_is_no_message_ends_it(data: bytes) -> None:
     theirs.close()
 
 
+def test_a_bug_of_who_receives_ends_it_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: hooked.append(args.exc_type))
+    ours, theirs = multiprocessing.Pipe()
+    other = End(theirs)
+    ended: list[str] = []
+    channel = Channel(ours, lambda message: 1 / 0, ended.append)
+    channel.start()
+    other.channel.send(Cancel(id=1, command=1))
+    until(lambda: ended and other.ended, "both sides know")
+    assert "ZeroDivisionError" in ended[0]
+    until(lambda: hooked, "it is reported")
+    channel.close()
+    other.channel.close()
+
+
 def test_one_way_pipes_are_refused() -> None:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     with pytest.raises(ConfigError, match="duplex"):
@@ -162,6 +178,40 @@ def test_a_mover_that_is_gone_answers_error() -> None:
         remote.facts()
     remote.close()
     remote.close()
+
+
+def test_closing_lets_go_of_calls_that_wait() -> None:
+    """A figure that is asked for while the cache closes has no answer: attaching waits without a limit."""
+    ours, theirs = multiprocessing.Pipe()
+    other = Other(theirs, close={})
+    remote = RemoteMover(ours)
+    met: list[Any] = []
+    calls = [remote.facts, lambda: remote.attach("x", {})]
+    waiting = [threading.Thread(target=lambda call=call: met.append(_raised(call)), daemon=True) for call in calls]
+    for thread in waiting:
+        thread.start()
+    until(lambda: len(other.got) == 2, "the calls have come")
+    remote.close(timeout_s=1.0)
+    for thread in waiting:
+        thread.join(LIMIT_S)
+    assert len(met) == 2 and all(isinstance(error, UnavailableError) for error in met)
+    other.channel.close()
+
+
+def test_a_mover_that_is_gone_and_closed_answers_error() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    remote = RemoteMover(ours)
+    acks: list[Ack] = []
+    remote.answer = acks.append
+    theirs.close()
+    lookup = Lookup(id=2, tier="far", scope=Scope(), keys=[b"k"])
+    until(lambda: remote._gone, "it is gone")
+    remote.submit([lookup])
+    until(lambda: acks, "an answer")
+    remote.close()
+    remote.submit([lookup])
+    until(lambda: len(acks) == 2, "another answer")
+    assert acks[1].statuses == acks[0].statuses and not remote.is_own_thread()
 
 
 def test_the_answering_thread_may_not_call() -> None:

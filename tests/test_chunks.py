@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,7 +61,7 @@ def answer(store: ChunkStore, key: bytes, who: str = "r") -> bool:
 
 
 class Rig:
-    def __init__(self, tier: Tier, *, rows: NDArray[np.uint8] | None = None, **more: float) -> None:
+    def __init__(self, tier: Tier, *, rows: NDArray[np.uint8] | None = None, **more: Any) -> None:
         self.rows = memory() if rows is None else rows
         self.tier = tier
         self.store = ChunkStore(tier, self.rows, namespace=SPACE, salt=b"s", **more)
@@ -81,7 +82,7 @@ def memory_rig() -> Iterator[Rig]:
     rig.store.close()
 
 
-def faulty_rig(*faults: Fault, **more: float) -> tuple[Rig, FaultyTier]:
+def faulty_rig(*faults: Fault, **more: Any) -> tuple[Rig, FaultyTier]:
     tier = FaultyTier(MemoryTier(1 << 24), faults)
     return Rig(tier, **more), tier
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from directory_helpers import BROKEN, FULL, GOOD, LOST, Memory, check_directory
+from engine_helpers import until
 from index_helpers import Family, page_tuples
 
 from kvtransfer.books import TierPlan
@@ -37,7 +38,7 @@ from kvtransfer.commands import (
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError, OwnershipError, TransferError
-from kvtransfer.policy import Prefetch, Prune, WriteThroughSelective
+from kvtransfer.policy import LRU, Prefetch, Prune, WriteThroughSelective
 from kvtransfer.tiers.base import PageStatus
 from kvtransfer.tiers.keys import Namespace, Shard, page_keys, stored_keys
 
@@ -703,6 +704,20 @@ def test_the_host_tier_shrinks_and_keeps_what_the_policy_keeps() -> None:
     assert hit_of(directory, new)[0] == hit_of(directory, old)[0] == 6
 
 
+def test_pages_on_the_move_are_not_taken_for_too_much() -> None:
+    """They have two slots each meanwhile: a tick must not clear the tier for that."""
+    directory, memory = make(TierPlan("host", capacity_pages=12), prune=Prune(watermark=1.0, every_s=0.0, idle_s=0.0))
+    old, new = list(range(100, 112)), list(range(12))
+    store(directory, memory, old)
+    store(directory, memory, new)
+    job = directory.resize("host", 8)
+    for _ in range(3):
+        directory.tick()
+    memory.drain(directory)
+    assert job.statuses == [GOOD] and directory.figures().tiers["host"].counters["relocated"] == 4
+    assert hit_of(directory, old)[0] == 2 and hit_of(directory, new)[0] == 6
+
+
 def test_what_is_held_is_waited_for() -> None:
     directory, memory = make(TierPlan("host", capacity_pages=8))
     tokens = list(range(16))
@@ -892,6 +907,69 @@ def test_callbacks_run_without_the_mutex() -> None:
     memory.drain(directory)
     job.add_done_callback(lambda job: free.append(True))
     assert free == [True, True]
+
+
+class Between(Job):
+    """A job that ends just after somebody has seen that it has not."""
+
+    ends = False
+
+    @property
+    def done(self) -> bool:
+        seen = self._done
+        if self.ends and not seen:
+            self.ends = False
+            ending = threading.Thread(target=lambda: [call(self) for call in self._finish()])
+            ending.start()
+            ending.join(0.2)
+        return seen
+
+    @done.setter
+    def done(self, done: bool) -> None:
+        self._done = done
+
+
+def test_a_callback_that_comes_while_its_job_ends_is_called() -> None:
+    job, told = Between("store", 0, 1), list[Job]()
+    job.ends = True
+    job.add_done_callback(told.append)
+    until(lambda: told == [job], "it is told")
+
+
+def test_a_callback_that_raises_keeps_nothing_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", seen.append)
+    directory, memory = make()
+    job = directory.store([1, 2, 3, 4], memory.fill([1, 2, 3, 4]))
+    told: list[Job] = []
+    job.add_done_callback(lambda _: 1 / 0)
+    job.add_done_callback(told.append)
+    memory.drain(directory)
+    assert told == [job] and [one.exc_type for one in seen] == [ZeroDivisionError]
+    check_directory(directory)
+
+
+class Moody(LRU):
+    """Somebody's policy, with a bug."""
+
+    broken = False
+
+    def rank(self, node: Any, now: float) -> Any:
+        if self.broken:
+            raise RuntimeError("a bug")
+        return super().rank(node, now)
+
+
+def test_a_job_that_ended_is_told_though_its_verb_raises() -> None:
+    policy = Moody()
+    directory, memory = make(TierPlan("host", capacity_pages=2, evict=policy))
+    job, told = directory.store([1, 2, 3, 4], memory.fill([1, 2, 3, 4])), list[Job]()
+    job.add_done_callback(told.append)
+    (command,) = directory.commands()
+    policy.broken = True
+    with pytest.raises(RuntimeError, match="a bug"):
+        directory.acknowledge(Ack.of(command, PageStatus.OK))
+    assert job.done and told == [job]
 
 
 def test_neither_torch_nor_a_gpu_is_needed() -> None:

@@ -114,12 +114,14 @@ def test_chunks_are_unregistered_and_registered_again() -> None:
 
 def test_growing_that_fails_is_undone() -> None:
     runtime = FakeRuntime()
-    tier = host(12, pin=None, registrar=runtime, chunk_bytes=3 * SLOT)
+    tier = host(12, pin=None, registrar=runtime, chunk_bytes=3 * SLOT, huge_pages=False)
     tier.resize(2)
+    before = resident_bytes(tier)
     runtime.fail_at = runtime.count + 1  # the second of four
     with pytest.raises(CudaError, match="pinning chunk 4 of 6"):
         tier.resize(12)
     assert tier.ready_slots == tier.free_slots == 2 and len(runtime.live) == 2
+    assert resident_bytes(tier) == before
     tier.resize(12)
     assert tier.free_slots == 12 and len(runtime.live) == 6
     tier.resize(2)

@@ -27,7 +27,8 @@ from kvtransfer.commands import (
     positions,
 )
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError
-from kvtransfer.tiers.base import PageStatus
+from kvtransfer.tiers.base import BatchResult, PageStatus, Tier, TierHandle
+from kvtransfer.tiers.faulty import FaultyTier
 from kvtransfer.tiers.keys import page_keys, token_bytes
 
 OK, MISS, ERROR, CANCELLED = PageStatus.OK, PageStatus.MISS, PageStatus.ERROR, PageStatus.CANCELLED
@@ -209,6 +210,91 @@ def test_layers_of_a_load_that_has_not_come_yet(bench: Bench) -> None:
     assert both.pages == 2 and both.num_layers == 3
     assert [bench.answer(c) for c in (first, second)] == [[OK], [OK]]
     timer.join()
+
+
+class Registers(FaultyTier):
+    """Takes its time to know the host's memory."""
+
+    def __init__(self, inner: Tier) -> None:
+        super().__init__(inner)
+        self.called, self.gate, self.closed = threading.Event(), threading.Event(), False
+
+    def register(self, memory: Any) -> None:
+        self.called.set()
+        self.gate.wait(LIMIT_S)
+        super().register(memory)
+
+    def close(self, *, drain: bool = True, timeout_s: float | None = 60.0) -> None:
+        self.closed = True
+        super().close(drain=drain, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("closing", [False, True], ids=["attached twice", "closed meanwhile"])
+def test_a_tier_that_takes_long_to_attach(bench: Bench, closing: bool) -> None:
+    """Of two that attach a name at once one is refused, and nothing of it is left; a mover that is closed meanwhile
+    lets go of the tier as well."""
+    tiers = [Registers(bench.parts.maker("x", MEMORY)) for _ in range(2)]
+    made = iter(tiers)
+    bench.mover._make_tier = lambda name, options: next(made)
+    met: list[Any] = []
+
+    def attach() -> None:
+        try:
+            met.append(bench.mover.attach("x", {}))
+        except ConfigError as error:
+            met.append(error)
+
+    threads = [threading.Thread(target=attach) for _ in range(1 if closing else 2)]
+    threads[0].start()
+    assert tiers[0].called.wait(LIMIT_S)
+    if closing:
+        with pytest.raises(DeadlineExceeded, match="attached"):
+            bench.mover.close(timeout_s=0.1)
+    else:
+        threads[1].start()
+        until(lambda: next(made, None) is None, "the other tier is made")
+    tiers[0].gate.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    if not closing:
+        assert sorted(isinstance(one, ConfigError) for one in met) == [False, True]
+        assert [tier.closed for tier in tiers] == [False, True] and not tiers[1].called.is_set()
+    bench.mover.close(timeout_s=LIMIT_S)
+    assert tiers[0].closed
+
+
+class Trimmed:
+    """A handle of a tier with a bug: it has no outcome for the last page, or fails to say any."""
+
+    def __init__(self, inner: TierHandle, raises: bool) -> None:
+        self._inner, self._raises = inner, raises
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def result(self, timeout_s: float | None = None) -> BatchResult:
+        if self._raises:
+            raise KeyError("page")
+        whole = self._inner.result(timeout_s)
+        return BatchResult(whole.statuses[:-1], whole.errors)
+
+    def add_done_callback(self, callback: Any) -> None:
+        self._inner.add_done_callback(lambda _: callback(self))
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_tier_that_does_not_answer_for_every_page(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
+    """Its command has failed, at once, and is no more under way."""
+    tier = bench.parts.tiers["far"]
+    for verb in ("lookup", "remove"):
+        good = getattr(tier, verb)
+        monkeypatch.setattr(tier, verb, lambda keys, good=good, **more: Trimmed(good(keys, **more), raises))
+    assert bench.ask(Lookup(id=1, tier="far", scope=SPACE, keys=KEYS)) == [ERROR] * 4
+    assert bench.ask(Evict(id=2, tier="far", scope=SPACE, keys=KEYS)) == [ERROR] * 4
+    assert ("KeyError" if raises else "each of 4 pages, got 3") in bench.acks[1].detail
+    monkeypatch.undo()
 
 
 def test_bad_settings(bench: Bench) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang_helpers import LAYERS, Component, Engine, hashes, until
+from sglang_helpers import LAYERS, PAGE, Component, Engine, hashes, until
 
 from kvtransfer.integrations.sglang import KVTransferLinker
 from kvtransfer.integrations.sglang.layer_counter import SLOTS, LayerCounter
@@ -104,6 +106,12 @@ def test_a_pool_that_can_not_be_carried_whole_is_refused(
         Engine()
 
 
+def test_context_parallel_decoding_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_context.PARALLEL, "attn_dcp_size", 2, raising=False)
+    with pytest.raises(ConfigError, match="decode context"):
+        Engine()
+
+
 def test_components_that_are_not_known_are_refused() -> None:
     engine = Engine()
     with pytest.raises(ConfigError, match="C128"):
@@ -186,6 +194,18 @@ def test_a_failed_load_is_told_when_its_slot_was_given_away() -> None:
     assert counter.finish(index)  # told once
 
 
+def test_a_load_can_be_waited_for_by_its_index() -> None:
+    """As speculative decoding with a fused draft does."""
+    counter = LayerCounter(LAYERS)
+    load = Gate()
+    for layer in load.layers:
+        layer.set()
+    index = counter.start(load)
+    counter.events[index].wait(counter.num_layers - 1)
+    counter.events[index - 1].wait(0)
+    assert load.waited == [LAYERS - 1]
+
+
 def test_an_error_in_a_wait_does_not_reach_the_forward(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = hashes(2)
     engine.fill([1, 2])
@@ -199,3 +219,94 @@ def test_an_error_in_a_wait_does_not_reach_the_forward(engine: Engine, monkeypat
     assert not engine.load("r", keys, [3, 4])
     monkeypatch.undo()
     assert engine.load("r", keys, [3, 4])
+
+
+def test_pools_whose_rows_are_pages_travel_with_the_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an indexer's keys do: one row a page, some layers only, under the KV's indices."""
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry, DevicePoolGroup
+
+    from kvtransfer.integrations.sglang import linked_pools
+    from kvtransfer.integrations.sglang.device_pools import device_pool_group as made
+
+    index = [torch.randint(0, 256, (33, 52), dtype=torch.uint8) for _ in range(2)]
+
+    def with_indexer(kvcache: Any, params: Any, components: Any) -> Any:
+        group = made(kvcache, params, components)
+        side = DevicePoolEntry(
+            name=PoolName.INDEXER, indices_from_pool=PoolName.KV, device_pool=kvcache, components=[index],
+            layer_mapping={0: 0, 2: 1}, page_size=PAGE, rows_are_pages=True,
+        )  # fmt: skip
+        return DevicePoolGroup([*group.entries, side], group.num_layers, PAGE, rank_replicated=True)
+
+    monkeypatch.setattr(linked_pools, "device_pool_group", with_indexer)
+    engine = Engine()
+    pool = engine.linker.pools[PoolName.INDEXER]
+    assert pool.spec.page_bytes == 2 * 52 and pool.host.num_slots == 64
+    keys = hashes(5)
+    rows, side = engine.fill([1, 2, 3, 4, 5]), [one[1:6].clone() for one in index]
+    assert engine.offload(keys, [1, 2, 3, 4, 5])
+    engine.fill([*range(33)])
+    for one in index:
+        one.random_(0, 256)
+    before = [one.clone() for one in index]
+    assert engine.load("r", keys[1:4], [30, 10, 20])
+    assert torch.equal(engine.rows([30, 10, 20]), rows[1:4])
+    for one, was, expected in zip(index, before, side, strict=True):
+        assert torch.equal(one[[30, 10, 20]], expected[1:4])
+        was[[30, 10, 20]] = expected[1:4]
+        assert torch.equal(one, was)
+    pool.slots.forget(keys[2:3])  # what one pool lacks shortens the hit of all
+    assert engine.linker.lookup("s", engine.transfer(keys)) == [1, 2]
+    engine.linker.close()
+
+
+def test_strided_rows_are_carried_and_rows_in_pieces_refused() -> None:
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import DevicePoolEntry
+
+    from kvtransfer.integrations.sglang.linked_pool import spec_of
+
+    def entry(buffer: torch.Tensor) -> Any:
+        return DevicePoolEntry(
+            name=PoolName.KV, indices_from_pool=PoolName.KV, device_pool=None, components=[[buffer]],
+            layer_mapping={0: 0}, page_size=PAGE, rows_are_pages=False,
+        )  # fmt: skip
+
+    wide = torch.zeros(36, 3, 2, 8)
+    spec, parts, local = spec_of(entry(wide[:, 1]))
+    assert spec.page_bytes == PAGE * 64 and parts[0].tensor.stride(0) == 192 and local == [0]
+    with pytest.raises(ConfigError, match="contiguous rows"):
+        spec_of(entry(wide[:, :, 0]))
+
+
+def test_pages_reach_the_tiers_while_they_are_being_loaded() -> None:
+    engine = Engine(tiers={"host": {"pages": 64, "pin": False}, "memory": {"cache_gb": 0.02}})
+    pool: Any = engine.linker.pools[PoolName.KV]
+    keys = hashes(8)
+    rows = engine.fill([*range(1, 9)])
+    writing = pool.lower._keep
+    gate = threading.Event()
+    pool.lower._keep = lambda names: gate.wait(20) and writing(names)
+    assert engine.offload(keys, [*range(1, 9)])
+    assert engine.linker.load("r", engine.transfer(keys, [*range(11, 19)]))
+    reader = object()
+    pool.host.ledger.claim(pool.slots.slots_of(keys), reader)  # as a load does
+    gate.set()
+    until(lambda: pool.lower._stack.stats()["memory"].pages == 8)
+    pool.host.ledger.release(reader)
+    assert engine.linker.cancel_queued_load("r")
+    pool.slots.forget(keys)
+    assert engine.linker.lookup("s", engine.transfer(keys)) == [*range(1, 9)]
+    until(lambda: pool.slots.room == 64)
+    assert engine.load("t", keys, [*range(21, 29)]) and torch.equal(engine.rows([*range(21, 29)]), rows)
+    engine.linker.close()
+
+
+def test_the_last_layer_stands_for_all_of_every_pool(engine: Engine) -> None:
+    """Before a full CUDA graph SGLang waits for the last layer only, which a pool of some layers may not have."""
+    pool = engine.linker.pools[PoolName.KV]
+    pool._layers = [1, 4, 6]  # its transfer layers
+    waited: list[int] = []
+    handle: Any = SimpleNamespace(wait_layer=waited.append)
+    for layer in range(8):
+        pool.wait_layer(handle, layer)
+    assert waited == [0, 0, 0, 1, 1, 2, 2]  # for layer 0 nothing

@@ -13,7 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from vllm_engine import BLOCK, MiniEngine
 
+from kvtransfer import tier_build
 from kvtransfer.kernels.errors import ConfigError, LayoutError
+from kvtransfer.tiers.faulty import Fault, FaultyTier
+from kvtransfer.tiers.registry import make_tier
 
 if TYPE_CHECKING:
     from kvtransfer.mover import Mover
@@ -115,6 +118,7 @@ def test_what_was_made_of_a_bad_page_is_not_kept_and_the_engine_is_told_to_drop_
     engine.end(request)
     engine.settle()
     assert engine.run(tokens) == 2 * BLOCK
+    assert engine.counts["failed_store_pages"] == 3  # those behind the four that were loaded
     engine.settle()
     assert engine.run(tokens) == 6 * BLOCK
 
@@ -202,17 +206,64 @@ def test_a_disk_below(make: Make, tmp_path: Path, layerwise: bool) -> None:
     assert again.run(tokens) == 8 * BLOCK
 
 
+def to_the_tier_below(engine: MiniEngine, tokens: list[int]) -> None:
+    """Have the prompt stored, and pushed out of a host memory of 4 pages by another one."""
+    for one in (tokens, prompt(4 * BLOCK + 1)):
+        engine.run(one)
+        engine.settle()
+        settle_tiers(engine)
+
+
+def settle_tiers(engine: MiniEngine) -> None:
+    half = engine.scheduler._scheduler
+    assert half is not None and half._directory is not None
+    while not half._directory.idle:
+        engine.step()
+
+
+@pytest.mark.parametrize("layerwise", [True, False], ids=["layerwise", "async"])
+def test_a_tier_below_that_fails_stalls_or_dies_costs_hits_and_nothing_else(
+    make: Make, monkeypatch: pytest.MonkeyPatch, layerwise: bool
+) -> None:
+    tiers: list[FaultyTier] = []
+
+    def faulty(kind: str, **settings: Any) -> FaultyTier:
+        tiers.append(FaultyTier(make_tier(kind, **settings)))
+        return tiers[-1]
+
+    monkeypatch.setattr(tier_build, "make_tier", faulty)
+    settings = {
+        "tiers": {"memory": {"cache_gb": 0.01}},
+        "deadline_s": 2.0,
+        "prefetch": {"min_tokens": 0, "stop": "timeout", "timeout_base_s": 0.3},
+    }
+    engine = make(layerwise=layerwise, host_pages=4, settings=settings)
+    tokens = prompt(4 * BLOCK + 1)
+    to_the_tier_below(engine, tokens)
+    (tier,) = tiers
+    times = 1 if layerwise else 2  # a load beside the steps asks again for what was not fetched before it
+    tier.add(Fault("error", verb="get", call=tier.calls("get"), pages=[2]))
+    tier.add(Fault("error", verb="get", call=tier.calls("get") + 1, pages=[0]))
+    assert engine.run(tokens) == 2 * BLOCK
+    engine.settle()
+    to_the_tier_below(engine, tokens)
+    tier.add(Fault("stall", verb="get", call=tier.calls("get"), times=times))
+    assert engine.run(tokens) == 0  # it does not wait longer than it was told
+    tier.release()
+    engine.settle()
+    settle_tiers(engine)
+    to_the_tier_below(engine, tokens)
+    tier.add(Fault("death", call=tier.calls()))
+    assert engine.run(tokens) == 0
+
+
 def test_hits_are_told_by_their_source(make: Make, tmp_path: Path) -> None:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
     disk = {"disk": {"paths": [str(tmp_path)], "cache_gb": 0.05, "disk_share": 1.0}}
     engine = make(host_pages=4, settings={"tiers": disk})
     tokens = prompt(4 * BLOCK + 1)
-    for one in (tokens, prompt(4 * BLOCK + 1)):  # the second takes the host memory
-        engine.run(one)
-        engine.settle()
-        while not engine.scheduler._scheduler._directory.idle:  # type: ignore[union-attr]
-            engine.step()
+    to_the_tier_below(engine, tokens)
     request = engine.request(tokens)
     loaded, _ = engine.begin(request)
     assert loaded == 4 * BLOCK
@@ -249,7 +300,7 @@ def test_figures_in_the_log_and_in_prometheus(make: Make) -> None:
     engine.settle()
     connector = type(engine.scheduler)
     stats = connector.build_kv_connector_stats(dict(engine.counts))
-    stats = stats.aggregate(connector.build_kv_connector_stats({"load_pages": 2}))  # type: ignore[assignment]
+    stats = stats.aggregate(connector.build_kv_connector_stats({"load_pages": 2}))
     told = stats.reduce()
     assert told["load_pages"] == 6 and told["store_pages"] == 4 and told["loaded_tokens"] == 4 * BLOCK
     assert told["load_bytes"] == 4 * 3 * engine.page_bytes and told["load_gbps"] >= 0 and not stats.is_empty()
@@ -334,7 +385,7 @@ def test_what_it_does_not_serve_is_refused(make: Make) -> None:
     facts()
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         with pytest.raises(ConfigError, match=f"{name}: expected 1 with this connector, got 2"):
-            facts(**{name: 2})
+            facts(None, **{name: 2})
     full = KVCacheGroupSpec(["a"], FullAttentionSpec(16))
     for groups in ([full, full], [KVCacheGroupSpec(["a"], SlidingWindowSpec(16))], []):
         with pytest.raises(ConfigError, match="--disable-hybrid-kv-cache-manager"):
@@ -348,9 +399,9 @@ def test_what_it_does_not_serve_is_refused(make: Make) -> None:
         facts()
     told = engine.worker.get_handshake_metadata()
     assert told is not None
-    other = type(told)(told.facts, "another spec")  # type: ignore[attr-defined, call-arg]
+    other = type(told)(told.facts, "another spec")
     with pytest.raises(ConfigError, match="expected the same pages and tiers on every rank"):
-        common_facts([told, other])  # type: ignore[list-item]
+        common_facts([told, other])
 
 
 def test_caches_that_can_not_be_read_are_refused_and_nothing_is_left_behind(make: Make) -> None:
@@ -373,5 +424,6 @@ def test_whatever_comes_every_byte_is_right(make: Make) -> None:
         stem = rng.choice(stems)
         loaded += engine.run([*stem[: rng.randrange(1, len(stem) + 1)], *prompt(rng.randrange(1, 40))])
         if rng.random() < 0.1:
+            engine.settle()  # a store's digests are of what has arrived, on the CPU
             spoil(engine, [rng.randrange(30)])
     assert loaded > 0

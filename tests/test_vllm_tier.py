@@ -95,7 +95,7 @@ class Rig:
         while (said := self.tier.lookup(key, ReqContext("r"))) is LookupResult.RETRY and time.monotonic() < until:
             self.tier.on_schedule_end(ScheduleEndContext((), ()))
             time.sleep(0.002)
-        return said.name
+        return str(said.name)
 
     def close(self) -> None:
         self.tier.shutdown()
@@ -115,9 +115,9 @@ def rig() -> Iterator[Rig]:
 def with_faults(monkeypatch: pytest.MonkeyPatch) -> list[FaultyTier]:
     """Every tier that is made from here on can be told to fail."""
     from kvtransfer import tier_build
+    from kvtransfer.tiers.registry import make_tier as inner
 
     made: list[FaultyTier] = []
-    inner = tier_build.make_tier
 
     def wrapped(kind: str, **settings: Any) -> Tier:
         made.append(FaultyTier(inner(kind, **settings)))

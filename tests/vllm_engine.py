@@ -192,7 +192,10 @@ class MiniEngine:
             self.step()
         external, beside = asked
         assert external is not None
-        blocks = self.pool.get_new_blocks(-(-request.num_tokens // BLOCK))
+        count = -(-request.num_tokens // BLOCK)
+        while self.pool.get_num_free_blocks() < count:
+            self.step()
+        blocks = self.pool.get_new_blocks(count)
         self.blocks[request.request_id] = [block.block_id for block in blocks]
         self.scheduler.update_state_after_alloc(request, KVCacheBlocks((blocks,)), external)
         return external, beside

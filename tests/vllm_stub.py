@@ -1,10 +1,9 @@
-"""`vllm` for ordinary tests: the package's stand-in (stubs/vllm), where the package itself is not installed."""
+"""`vllm` for ordinary tests: the package's stand-in (stubs/vllm), also where the package itself is installed."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,13 @@ _OURS = "kvtransfer.integrations.vllm"
 @pytest.fixture
 def vllm_stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Import `vllm` and what rests on it anew, and forget them afterwards."""
-    if "vllm" not in sys.modules and find_spec("vllm") is not None:
-        pytest.fail("this is for environments without vllm; run tests/engines/vllm in those with it")
+    _forget()
     monkeypatch.syspath_prepend(str(STUBS))
     yield
+    _forget()
+
+
+def _forget() -> None:
     for name in list(sys.modules):
         if name == "vllm" or name.startswith(("vllm.", _OURS)):
             module = sys.modules.pop(name)

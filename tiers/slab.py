@@ -190,11 +190,17 @@ class Slab:
         Raises the first CudaError of unregistering, after all is done.
         """
         self.goal_slots = self.ready_slots = slots
+        going = [chunk for chunk in self._chunks if chunk.first >= slots and chunk in self._there]
+        given, failure = self._let_go(going)
+        if failure is not None:
+            raise failure
+        return given
+
+    def _let_go(self, chunks: list[Chunk]) -> tuple[int, CudaError | None]:
+        """Unregister and give back, the last one first: bytes, and the first failure."""
         failure: CudaError | None = None
         given = 0
-        for chunk in reversed(self._chunks):
-            if chunk.first < slots or chunk not in self._there:
-                continue
+        for chunk in reversed(chunks):
             self._there.discard(chunk)
             try:
                 if self._registrations is not None:
@@ -205,9 +211,7 @@ class Slab:
             if self._touches:
                 self._mapping.give_back(chunk.offset, chunk.nbytes, self._observer)
             given += chunk.nbytes
-        if failure is not None:
-            raise failure
-        return given
+        return given, failure
 
     def grow(self, slots: int) -> None:
         """Have the first ``slots`` ready, in the caller's thread. New memory is zeros.
@@ -222,12 +226,7 @@ class Slab:
             self._grow()
         except BaseException:
             self.goal_slots = self.ready_slots = before
-            for chunk in reversed([c for c in self._chunks if c in self._there - had]):
-                self._there.discard(chunk)
-                if self._registrations is not None:
-                    self._registrations.drop(self.address + chunk.offset)
-                if self._touches:
-                    self._mapping.give_back(chunk.offset, chunk.nbytes, self._observer)
+            self._let_go([c for c in self._chunks if c.first < slots and c not in had])  # one may be touched only
             raise
 
     def _grow_behind(self) -> None:

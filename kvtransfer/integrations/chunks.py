@@ -137,7 +137,7 @@ class ChunkStore:
             except KVTransferError:  # it is closed, or can't be asked: a miss
                 self._answered(some, [PageStatus.ERROR] * len(some))
             else:
-                handle.add_done_callback(lambda done, some=some: self._answered(some, done.result(0).statuses))
+                handle.add_done_callback(functools.partial(self._told, some))
 
     def forget(self, who: Hashable) -> None:
         """Nobody asks for ``who`` any more."""
@@ -148,6 +148,9 @@ class ChunkStore:
                     del self._users[key]
                     self._known.pop(key, None)
                     self._asked_s.pop(key, None)
+
+    def _told(self, keys: Sequence[bytes], handle: TierHandle) -> None:
+        self._answered(keys, handle.result(0).statuses)
 
     def _answered(self, keys: Sequence[bytes], statuses: Sequence[PageStatus]) -> None:
         with self._changed:

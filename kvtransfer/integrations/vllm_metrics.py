@@ -38,7 +38,7 @@ class Stats(KVConnectorStats):
 
     def reset(self) -> None:
         """Nothing was counted."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Of both: ranks and halves count different things, or their own part of the same."""

@@ -7,17 +7,18 @@ becomes of their request meanwhile (finished, aborted, preempted), they are give
 from __future__ import annotations
 
 import secrets
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from vllm.logger import init_logger
 
-from kvtransfer.commands import CODES, OK, Ack, Load, Scope, Store, decode, encode
+from kvtransfer.commands import Ack, Scope, decode, encode
 from kvtransfer.config import Config
 from kvtransfer.directory import Directory
 from kvtransfer.directory_build import directory_of
+from kvtransfer.integrations.vllm_doubts import Doubts
 from kvtransfer.integrations.vllm_events import stored_events
 from kvtransfer.integrations.vllm_facts import HOST, EngineFacts, common_facts
 from kvtransfer.integrations.vllm_messages import StepAnswers, StepMetadata, WorkerFacts
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
-_ERROR = CODES[PageStatus.ERROR]
 
 
 class SchedulerHalf:
@@ -57,13 +57,10 @@ class SchedulerHalf:
         self._pool: BlockPool | None = None
         self._held: dict[Job, list[int]] = {}
         self._news = StepMetadata()
-        self._layer_loads: set[int] = set()  # commands that are not answered
-        self._open_stores: set[int] = set()  # likewise
-        self._doubtful: set[int] = set()  # of these, what a forward may have made of a load that failed
-        self._fresh: set[int] = set()  # blocks that steps with such loads under way fill
+        self._doubts = Doubts()
         self._generation = ""
         self._spec = ""
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
 
     # --- start
 
@@ -76,7 +73,7 @@ class SchedulerHalf:
             self._directory.lost()
         self._directory = directory_of(self._config, common_facts(workers))
         self._answers = RankAnswers(self._facts.ranks)
-        self._news, self._layer_loads, self._open_stores, self._doubtful = StepMetadata(), set(), set(), set()
+        self._news, self._doubts = StepMetadata(), Doubts()
         self._spec = workers[0].spec
         self._rename()
         host = self._directory.figures().tiers[HOST].capacity_pages
@@ -159,15 +156,11 @@ class SchedulerHalf:
             self._answers.expect(command)
         news, self._news = self._news, StepMetadata()
         news.commands = [encode(command) for command in commands]
-        self._open_stores.update(command.id for command in commands if isinstance(command, Store))
-        self._layer_loads.update(c.id for c in commands if isinstance(c, Load) and c.layerwise)
-        if not self._layer_loads:
-            self._fresh.clear()
+        self._doubts.sent(commands)
         return news
 
     def answered(self, answers: StepAnswers) -> None:
-        """What the workers have answered. Loads first: a forward that used a page which did not arrive has made other
-        pages wrong, so that what was stored since then is not believed."""
+        """What the workers have answered."""
         directory = self._directory
         assert directory is not None
         whole: list[Ack] = []
@@ -177,17 +170,10 @@ class SchedulerHalf:
                 assert isinstance(ack, Ack)
                 if (complete := self._answers.add(rank, ack)) is not None:
                     whole.append(complete)
-        for ack in sorted(whole, key=lambda ack: ack.id not in self._layer_loads):  # stable
-            if ack.id in self._layer_loads and set(ack.statuses) - {OK}:
-                self._doubtful |= self._open_stores
-                if self._pool is not None:
-                    self._pool.evict_blocks(set(self._fresh))
-            self._layer_loads.discard(ack.id)
-            if ack.id in self._doubtful:
-                self._doubtful.discard(ack.id)
-                ack = Ack(id=ack.id, statuses=bytes([_ERROR]) * len(ack.statuses), detail="made from a failed load")
-            self._open_stores.discard(ack.id)
+        for ack in self._doubts.judged(whole):
             directory.acknowledge(ack)
+        if self._pool is not None and (bad := self._doubts.take_bad_blocks()):
+            self._pool.evict_blocks(bad)
 
     # --- a request goes
 
@@ -218,7 +204,7 @@ class SchedulerHalf:
 
     def take_counts(self) -> dict[str, float]:
         """What was counted since the last call."""
-        taken, self._counts = self._counts, Counter()
+        taken, self._counts = self._counts, defaultdict(float)
         return dict(taken)
 
     # --- inside
@@ -264,7 +250,7 @@ class SchedulerHalf:
         blocks = output.kv_connector_block_state.get_block_ids(request_id)
         if blocks is None:
             return
-        self._fresh.update(blocks[0][computed // size : pages])
+        self._doubts.filled(blocks[0][computed // size : pages])
         if pages <= state.stored_pages:
             return
         ids = blocks[0][state.stored_pages : pages]

@@ -150,7 +150,7 @@ class KVTransferTier(SecondaryTierManager):
                 self._events.append(OffloadingEvent(good, self.medium, removed=False, locality=self.locality))
             results.append(
                 JobResult(
-                    job.id,  # type: ignore[arg-type]
+                    job.id,
                     success=len(good) == len(job.keys),
                     successful_keys=tuple(good) if job.is_load and good else None,
                     transfer_time=job.seconds,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class WorkerHalf:
         self._answers: list[Ack] = []
         self._verdicts: dict[int, Ack] = {}
         self._begun: dict[int, tuple[str, int, float]] = {}  # for the figures: kind, pages, since when
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(float)
 
     # --- memory
 
@@ -178,12 +178,12 @@ class WorkerHalf:
     def take_counts(self) -> dict[str, float]:
         """What was counted since the last call."""
         with self._news:
-            taken, self._counts = self._counts, Counter()
+            taken, self._counts = self._counts, defaultdict(float)
         return dict(taken)
 
     # --- inside
 
-    def _submit(self, commands: list[Command]) -> None:
+    def _submit(self, commands: Sequence[Command]) -> None:
         if not commands or self._mover is None:
             return
         now = time.monotonic()

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from kvtransfer.kernels.errors import ConfigError
 
@@ -27,6 +28,8 @@ def device_pool_group(kvcache: Any, params: Any, components: Collection[Any]) ->
     names = {str(getattr(one, "name", one)) for one in components}
     page_size = int(params.page_size)
     try:
+        if int(getattr(get_parallel(), "attn_dcp_size", 1)) > 1:
+            raise ConfigError("expected no decode context parallelism, whose ranks hold parts of a page each")
         if names == {"FULL"} and type(kvcache) in (MHATokenToKVPool, MLATokenToKVPool):
             is_mla = isinstance(kvcache, MLATokenToKVPool)
             layers = {layer: layer for layer in range(kvcache.layer_num)}

@@ -22,10 +22,15 @@ class HostPages:
 
     Attributes: piece_bytes, of one page, in the pool's own order; form, how a page is handed over: "pieces" of the
     pool's memory where the pool tells their addresses, else "flat" copies of whole pages that it makes itself.
-    Raises ConfigError for a pool that offers neither.
+    Raises ConfigError for a pool that offers neither, or has no memory.
     """
 
     def __init__(self, pool: Any, name: str, *, heads_split: int = 1, flat: bool = False) -> None:
+        if getattr(pool, "kv_buffer", ()) is None:
+            raise ConfigError(
+                f"pool {name}: expected a host pool with memory of its own, got a {type(pool).__name__} without; "
+                "models whose KV lies in compressed pools alone are not supported by this backend"
+            )
         self.pool, self.name = pool, name
         self.page_size = int(pool.page_size)
         self.layout = str(pool.layout)

@@ -20,8 +20,28 @@ class Waited(Protocol):
         """Wait until nothing is written any more; whether all has landed and is right."""
 
 
+class _LoadOf:
+    """One load by its index, as SGLang's counters give it out: ``counter.events[index].wait(layer)``."""
+
+    def __init__(self, counter: LayerCounter, index: int) -> None:
+        self._counter, self._index = counter, index
+
+    def wait(self, layer: int) -> None:
+        """Wait for the layer, if the load is not over."""
+        self._counter.wait_for(self._index, layer)
+
+
+class _Loads:
+    def __init__(self, counter: LayerCounter) -> None:
+        self._counter = counter
+
+    def __getitem__(self, index: int) -> _LoadOf:
+        return _LoadOf(self._counter, index)
+
+
 class LayerCounter:
-    """A ring of three slots, each with one load. Attributes as SGLang's counters have them: num_layers, consumer_index.
+    """A ring of three slots, each with one load. Attributes as SGLang's counters have them: num_layers, consumer_index,
+    events (which speculative decoding with a fused draft asks).
 
     A load's index is its running number, not its slot: who waits with the index of a load that is over waits for
     nothing, whatever load has the slot by then. A slot is given again only when its load has been finished.
@@ -30,6 +50,7 @@ class LayerCounter:
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.consumer_index = -1
+        self.events = _Loads(self)
         self._lock = threading.Lock()
         self._slots: list[tuple[int, Waited] | None] = [None] * SLOTS
         self._landed: dict[int, bool] = {}
@@ -55,9 +76,13 @@ class LayerCounter:
 
     def wait_until(self, threshold: int) -> None:
         """Wait for a layer of the consumer's load."""
-        load = self._load_of(self.consumer_index)
+        self.wait_for(self.consumer_index, threshold)
+
+    def wait_for(self, index: int, layer: int) -> None:
+        """Wait for a layer of this load, if it is not over."""
+        load = self._load_of(index)
         if load is not None:
-            load.wait_layer(threshold)
+            load.wait_layer(layer)
 
     def finish(self, index: int) -> bool:
         """Wait until the load writes no more; True if all of it landed. True for a load that there isn't."""

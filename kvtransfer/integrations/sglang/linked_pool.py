@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ class LinkedPool:
     ) -> None:
         self.name = str(getattr(entry.name, "value", entry.name))
         self.page_size = int(entry.page_size)
-        self.spec, parts, self._local = spec_of(entry)
+        self.spec, parts, self._layers = spec_of(entry)
         try:
             self.pool = KVPool.from_parts(self.spec, parts, streams=streams, name=f"sglang {self.name}")
         except LayoutError as error:
@@ -106,9 +107,10 @@ class LinkedPool:
             return self.engine.load(slots, pages, layerwise=True)
 
     def wait_layer(self, handle: TransferHandle, layer: int) -> None:
-        """Make the current stream wait for what this pool has of SGLang's transfer layer."""
-        local = self._local.get(layer)
-        if local is not None:
+        """Make the current stream wait for what this pool has up to SGLang's transfer layer: before a full CUDA graph
+        SGLang asks for the last layer alone. Layers land in order, so the last one here is enough."""
+        local = bisect_right(self._layers, layer) - 1
+        if local >= 0:
             self.declare_current_stream()
             handle.wait_layer(local)
 
@@ -120,18 +122,18 @@ class LinkedPool:
         self.host.close()
 
 
-def spec_of(entry: Any) -> tuple[KVSpec, list[Part], dict[int, int]]:
-    """The spec and the parts of a `DevicePoolEntry`, and which layer of the spec each transfer layer is.
+def spec_of(entry: Any) -> tuple[KVSpec, list[Part], list[int]]:
+    """The spec and the parts of a `DevicePoolEntry`, and which transfer layer each layer of the spec is, ascending.
 
     Buffers whose rows are tokens have ``page_size`` rows a page; others have one row a page. Bytes are not looked into.
     Raises ConfigError for buffers whose rows are not contiguous.
     """
     rows = int(entry._row_span)
-    local = {layer: number for number, layer in enumerate(sorted(entry.layer_mapping))}
+    transfer_layers = sorted(entry.layer_mapping)
     pages = int(entry._row_count) // rows
     layers: list[tuple[Component, ...]] = []
     parts: list[Part] = []
-    for layer, number in local.items():
+    for number, layer in enumerate(transfer_layers):
         mapped = entry.layer_mapping[layer]
         components: list[Component] = []
         for group, buffers in enumerate(entry.components):
@@ -148,4 +150,4 @@ def spec_of(entry: Any) -> tuple[KVSpec, list[Part], dict[int, int]]:
                 components.append(Component(name, 1, flat.shape[1], per_page=per_page))
                 parts.append(Part(flat, "page dim" if per_page else "(page token) dim", (name,), (number,)))
         layers.append(tuple(components))
-    return KVSpec(int(entry.page_size), tuple(layers)), parts, local
+    return KVSpec(int(entry.page_size), tuple(layers)), parts, transfer_layers

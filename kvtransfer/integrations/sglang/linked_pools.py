@@ -125,6 +125,8 @@ def _device_bytes(entry: Any) -> int:
 def _host_args(config: Config, entry: Any, first: Any, device_bytes: int, share: float, pools: int) -> dict[str, Any]:
     """How large one pool's host memory is: its share of what is configured; pages count those of the first pool."""
     settings = config.host.sized(device_bytes)
+    if settings["most_bytes"] is not None:
+        settings["most_bytes"] = max(1, int(settings["most_bytes"] * share))
     if config.host.ratio is None:
         if settings["capacity_bytes"] is not None:
             settings["capacity_bytes"] = max(1, int(settings["capacity_bytes"] * share))

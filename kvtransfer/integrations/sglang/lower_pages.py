@@ -15,8 +15,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from kvtransfer.integrations.keyed_slots import KeyedSlots
 from kvtransfer.integrations.lower_tiers import TierStack
 from kvtransfer.kernels.errors import KVTransferError
+from kvtransfer.tiers.base import RecordBuffer
 from kvtransfer.tiers.keys import Namespace, Shard, stored_keys
-from kvtransfer.tiers.record import RecordHeader
+from kvtransfer.tiers.record import RecordHeader, payload_checksum
 
 logger = logging.getLogger(__name__)
 FOUND_S = 30.0  # how long "it is there" is believed
@@ -124,17 +125,25 @@ class LowerPages:
             self._note(lost, [False] * len(lost))
             self._slots.release(keys)
 
+    def _sealed(self, key: bytes, slot: int) -> RecordBuffer:
+        """The slot's record with its header. Loads may read the slot meanwhile: its digests stay as they are."""
+        record, size = self._host.record(slot), self._host.spec.page_bytes
+        RecordHeader(
+            key,
+            self._namespace,
+            self._shard,
+            "page_first",
+            size,
+            payload_xxh3=payload_checksum(record.payload[:size]),
+            layer_digests=tuple(self._host.digests[slot].tolist()),
+        ).encode_into(record.trailer)
+        return record
+
     def _keep(self, keys: list[str]) -> None:
         try:
-            slots = self._slots.slots_of(keys)
             stored = self._stored(keys)
-            headers = [
-                RecordHeader(key, self._namespace, self._shard, "page_first", self._host.spec.page_bytes)
-                for key in stored
-            ]
-            self._host.seal(slots, headers)
-            kept = self._stack.put(stored, [self._host.record(slot) for slot in slots.tolist()])
-            self._note(keys, kept)
+            records = [self._sealed(key, slot) for key, slot in zip(stored, self._slots.slots_of(keys), strict=True)]
+            self._note(keys, self._stack.put(stored, records))
         except KVTransferError as error:
             logger.warning("kvtransfer: pages can't be written to the tiers: %s", error)
         finally:

@@ -7,6 +7,7 @@ with the forward is the linker (linker.py).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,8 @@ class WholeLinker(KVTransferLinker):
 
     def __init__(self, server_args: Any, params: Any, **more: Any) -> None:
         super().__init__(server_args, params, **more)
-        self._group = params.attn_tp_cache_group or params.tp_cache_group
+        attention = [params.attn_cp_cache_group, params.attn_tp_cache_group]  # as SGLang's tree agrees with others
+        self._groups = _of_several(attention) or _of_several([params.tp_cache_group])
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Bring all pages, wait for them, and verify. False, on every rank, where they are not all there on one: SGLang
@@ -44,11 +46,15 @@ class WholeLinker(KVTransferLinker):
         return -1
 
     def _agreed(self, landed: bool) -> bool:
-        if self._group is None or torch.distributed.get_world_size(group=self._group) == 1:
-            return landed
         told = torch.tensor([int(landed)])
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN, group=self._group)
+        for group in self._groups:
+            torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MIN, group=group)
         return bool(told.item())
+
+
+def _of_several(groups: Sequence[Any]) -> list[Any]:
+    """Those groups that have more than one rank."""
+    return [g for g in groups if g is not None and torch.distributed.get_world_size(group=g) > 1]
 
 
 class KVTransferRadixCache(UnifiedRadixCache):

@@ -11,7 +11,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,29 +24,18 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvtransfer.config import Config
-from kvtransfer.integrations.hashed_pages import HashedPages, plan_records
-from kvtransfer.integrations.lower_tiers import TierStack, open_lower_tiers
 from kvtransfer.integrations.sglang.hit_policies import leading, restorable_lengths
 from kvtransfer.integrations.sglang.host_pages import HostPages, flat_bytes
 from kvtransfer.integrations.sglang.identity import Identity
 from kvtransfer.integrations.sglang.settings import read_settings
 from kvtransfer.integrations.sglang.storage_meter import StorageMeter
+from kvtransfer.integrations.sglang.stored_pool import StoredPool, open_pool
 from kvtransfer.kernels.errors import ConfigError, LayoutError
 
 logger = logging.getLogger(__name__)
 
 # Keys of the extra config that are SGLang's own and that it leaves in.
 THEIRS = ("backend_name", "module_path", "class_name", "interface_v1", "allocator")
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """One host pool: its pages, where they are kept, and whether this rank writes them."""
-
-    pages: HostPages
-    kept: HashedPages
-    stack: TierStack
-    writes: bool
 
 
 class KVTransferStorage(HiCacheStorage):
@@ -64,7 +52,7 @@ class KVTransferStorage(HiCacheStorage):
         self._zero_copy = bool((extra or {}).get("interface_v1", 0))
         self._meter = StorageMeter(storage_config.enable_storage_metrics)
         self.registered_pools: dict[str, Any] = {}
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, StoredPool] = {}
         self._opened = self._closed = False
         self._salt = self._config.namespace.salt_bytes()
         self._clears = 0
@@ -91,11 +79,11 @@ class KVTransferStorage(HiCacheStorage):
         if self._opened:
             return
         identity = Identity.of(self._config, self.storage_config, self.mem_pool_host.dtype)
-        pages = {name: self._pages_of(pool, name) for name, pool in self.registered_pools.items()}
+        pages = {name: self._pages_of(name, pool) for name, pool in self.registered_pools.items()}
         total = sum(one.page_bytes for one in pages.values())
         try:
             for name, one in pages.items():
-                self._pools[name] = self._open(identity, one, one.page_bytes / total)
+                self._pools[name] = open_pool(self._config, identity, one, one.page_bytes / total, self._salt)
         except BaseException:
             self.close()
             raise
@@ -107,39 +95,11 @@ class KVTransferStorage(HiCacheStorage):
             ", ".join(self._config.lower_tiers),
         )
 
-    def _pages_of(self, pool: Any, name: str) -> HostPages:
-        if getattr(pool, "kv_buffer", ()) is None:
-            raise ConfigError(
-                f"pool {name}: expected a host pool with memory of its own, got a {type(pool).__name__} without; "
-                "models whose KV lies in compressed pools alone are not supported by this backend"
-            )
-        split = 1
-        if name == PoolName.KV.value and self.storage_config.should_split_heads:
+    def _pages_of(self, name: str, pool: Any) -> HostPages:
+        split, is_kv = 1, name == PoolName.KV.value
+        if is_kv and self.storage_config.should_split_heads:
             split = int(self.storage_config.tp_lcm_size or 1) // self.storage_config.tp_size
-        return HostPages(pool, name, heads_split=split, flat=name == PoolName.KV.value and not self._zero_copy)
-
-    def _open(self, identity: Identity, pages: HostPages, share: float) -> _Pool:
-        replicated = identity.is_replicated(pages)
-        namespace = identity.host_namespace(pages)
-        parts = identity.shards(pages, replicated)
-        plan = plan_records(pages.piece_bytes, parts, pages.page_size)
-        tiers = open_lower_tiers(
-            self._config,
-            plan.spec,
-            namespace.digest(),
-            place=identity.place,
-            owners=identity.owners,
-            share=share,
-        )
-        stack = TierStack(tiers, deadline_s=self._config.deadline_s)
-        try:
-            kept = HashedPages(stack, plan, namespace, layout_id=identity.layout_id(pages), salt=self._salt)
-            for region in pages.regions:
-                kept.register(region)
-        except BaseException:
-            stack.close()
-            raise
-        return _Pool(pages, kept, stack, not replicated or bool(self.storage_config.is_storage_writer))
+        return HostPages(pool, name, heads_split=split, flat=is_kv and not self._zero_copy)
 
     # --- the KV: zero-copy calls
 
@@ -257,21 +217,21 @@ class KVTransferStorage(HiCacheStorage):
         for pool in self._pools.values():
             pool.stack.close()
 
-    def _pool(self, name: PoolName | str) -> _Pool:
+    def _pool(self, name: PoolName | str) -> StoredPool:
         pool = self._pools.get(_name(name))
         if pool is None:
             known = ", ".join(self._pools) or "none: on_host_pools_registered() has not been called"
             raise ConfigError(f"pool: expected one of those registered ({known}), got {_name(name)}")
         return pool
 
-    def _flat_pool(self) -> _Pool:
+    def _flat_pool(self) -> StoredPool:
         kv = self._pool(PoolName.KV)
         if kv.pages.form != "flat":
             raise ConfigError("interface_v1: expected calls by host index where it is on, got flat pages")
         return kv
 
     def _get(
-        self, pool: _Pool, keys: Sequence[str], indices: torch.Tensor | None, *, metered: bool = False
+        self, pool: StoredPool, keys: Sequence[str], indices: torch.Tensor | None, *, metered: bool = False
     ) -> list[bool]:
         _require_pages(pool.pages, keys, indices)
         if not keys or indices is None:
@@ -285,7 +245,7 @@ class KVTransferStorage(HiCacheStorage):
         return whole
 
     def _set(
-        self, pool: _Pool, keys: Sequence[str], indices: torch.Tensor | None, *, metered: bool = False
+        self, pool: StoredPool, keys: Sequence[str], indices: torch.Tensor | None, *, metered: bool = False
     ) -> list[bool]:
         _require_pages(pool.pages, keys, indices)
         if not pool.writes:

@@ -248,7 +248,7 @@ def load_back(cache: Any, matched: Any, req: Any) -> Any:
     )
 
 
-def until(what: Callable[[], bool], tick: Callable[[], Any], seconds: float = 20.0) -> None:
+def until(what: Callable[[], bool], tick: Callable[[], Any], seconds: float = 60.0) -> None:
     """Tick as a scheduler does until ``what`` holds."""
     deadline = time.monotonic() + seconds
     while not what():

@@ -172,7 +172,7 @@ def test_every_difference_is_a_miss(change: str, tmp_path: Path) -> None:
     elif change == "layers":
         other = make_pool("mha", "page_first", heads=1, layers=6)
     elif change == "path":  # other weights under the same served name
-        helpers.publish(model_path="other", page_size=4)
+        helpers.publish(model_path="none", page_size=4)  # another name that SGLang looks nothing up for
     elif change == "salt":
         config = helpers.storage_config({**settings, "namespace": {"salt": "two"}})
     elif change == "interface":

@@ -17,6 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.engines
 STUBS = Path(__file__).parents[2] / "stubs"
+MADE_BY_THE_ENGINE = ("BlockPool",)  # it gives us one: how it makes it is its own
 
 
 def test_version() -> None:
@@ -99,6 +100,8 @@ def _differences(module: str, node: ast.stmt, real: Any) -> Iterator[str]:
             yield f"{module}.{node.name} has no {missing}"
         for member in node.body:
             if isinstance(member, ast.FunctionDef):
+                if member.name == "__init__" and node.name in MADE_BY_THE_ENGINE:
+                    continue
                 yield from _differences(f"{module}.{node.name}", member, found)
             elif isinstance(member, ast.Assign):
                 for target in member.targets:

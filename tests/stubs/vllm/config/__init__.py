@@ -12,9 +12,9 @@ from vllm.config.kv_transfer import KVTransferConfig
 class ModelConfig:
     model: str = ""
     dtype: Any = "auto"
-    hf_overrides: Any = field(default_factory=dict)
     revision: str | None = None
     quantization: str | None = None
+    hf_overrides: Any = field(default_factory=dict)
 
 
 @dataclass
@@ -29,9 +29,9 @@ class ParallelConfig:
     tensor_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     data_parallel_size: int = 1
-    data_parallel_index: int = 0
-    decode_context_parallel_size: int = 1
     rank: int = 0
+    decode_context_parallel_size: int = 1
+    data_parallel_index: int = 0
 
 
 @dataclass
