@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from kvtransfer.completion import Completion, Prompt
+from kvtransfer.config import Config, load_config
 from kvtransfer.demo import repeatable_attention
 from kvtransfer.demo_model import LoadedModel, load_model, pick_device
 from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
@@ -69,9 +70,9 @@ class LocalModel:
         self._device = pick_device(options.device)
         self._loaded: LoadedModel = load_model(options.model, options.random_weights, self._device, console)
 
-    def longest(self, prompts: Sequence[NamedPrompt]) -> int:
-        """Tokens of the longest prompt."""
-        return max(len(self._loaded.encode(p.prompt) if isinstance(p.prompt, str) else p.prompt) for p in prompts)
+    def lengths(self, prompts: Sequence[NamedPrompt]) -> list[int]:
+        """Tokens of each prompt."""
+        return [len(self._loaded.encode(p.prompt) if isinstance(p.prompt, str) else p.prompt) for p in prompts]
 
     @contextmanager
     def alone(self) -> Iterator[LocalTarget]:
@@ -85,16 +86,18 @@ class LocalModel:
         engine.close()
 
     @contextmanager
-    def with_us(self, tokens: int) -> Iterator[LocalTarget]:
-        """The model with a `PrefixCache`, whose pool holds ``tokens`` twice."""
+    def with_us(self, lengths: Sequence[int]) -> Iterator[LocalTarget]:
+        """The model with a `PrefixCache`, whose pool holds the longest of prompts of these lengths twice; its host
+        memory holds them all where no configuration says otherwise."""
         options, kind = self._options, PrefixCache
+        spare = options.max_new_tokens + _SPARE_TOKENS + options.page_size
         if options.flip_page is not None:
             kind = FlippingPrefixCache
         prefixes = kind.create(
             self._loaded.model,
-            options.config,
+            options.config or self._config(sum(lengths) + spare * len(lengths)),
             page_size=options.page_size,
-            pool_tokens=2 * (tokens + options.max_new_tokens + _SPARE_TOKENS + options.page_size),
+            pool_tokens=2 * (max(lengths) + spare),
         )
         if isinstance(prefixes, FlippingPrefixCache) and options.flip_page is not None:
             prefixes.page = options.flip_page
@@ -103,3 +106,10 @@ class LocalModel:
                 self._loaded.model, self._loaded.encode, self._loaded.decode, prefixes, page_size=options.page_size
             )
             yield LocalTarget(f"{self._loaded.name}, with kvtransfer", engine, prefixes)
+
+    def _config(self, tokens: int) -> Config:
+        """What the environment says; without a word there just as much host memory as ``tokens`` need."""
+        config = load_config()
+        if config != Config():
+            return config
+        return load_config(arguments={"tiers": {"host": {"pages": -(-tokens // self._options.page_size)}}})

@@ -54,7 +54,7 @@ def run_verify(options: VerifyOptions, console: Console) -> Report | Baseline:
             known = _record(local, prompts, options, console)
         if options.phase == "baseline":
             return known
-    with model.with_us(model.longest(prompts)) as local:
+    with model.with_us(model.lengths(prompts)) as local:
         return _replay(local, known, options, console)
 
 

@@ -43,7 +43,7 @@ def padded(rows: list[list[int]], pad: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 def plain(model: Any, rows: list[list[int]], new_tokens: int, split: int = 0, **options: Any) -> list[list[int]]:
     """What transformers' own cache gives: the first ``split`` columns in a forward of their own, then the rest."""
-    ids, mask = padded(rows)
+    ids, mask = (part.to(model.device) for part in padded(rows))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         if split:

@@ -197,6 +197,28 @@ def test_many_threads_share_a_cache(llama: tuple[PrefixCache, Any]) -> None:
             assert [t for t, _ in threads.map(lambda row: ask(prefixes, model, [row]), rows)] == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Cold, warm, after a restart and as a batch: the same split of the prompt gives the same tokens."""
+    from kvtransfer.demo import repeatable_attention
+
+    model = tiny_model(family, dtype, "cuda")
+    rows = prompts_of([9, 64, 71, 200])
+    with repeatable_attention(model.device):
+        for _ in range(2):
+            with make(model, tmp_path) as prefixes:
+                for row in [*rows, *rows]:
+                    tokens, (cached,) = ask(prefixes, model, [row])
+                    assert tokens == plain(model, [row], NEW, cached)
+                assert prefixes.stats().retries == 0 and prefixes.stats().cached_tokens > 300
+                tokens, hits = ask(prefixes, model, rows)
+                columns = min(200 - len(row) + usable(len(row)) for row in rows)
+                assert hits == [max(0, columns - 200 + len(row)) for row in rows]
+                assert tokens == plain(model, rows, NEW, columns)
+
+
 # --- tiers that fail
 
 
