@@ -63,7 +63,7 @@ def test_disk_and_transfers_share_a_slab(device: str, tmp_path: Path) -> None:
             problems.append(error)
 
     other = threading.Thread(target=keep_the_link_busy)
-    storage = FileStorage(engine="io_uring")
+    storage = FileStorage(engine="io_uring", direct=True if device == "cuda" else None)
     with DiskTier(tmp_path, SPEC, namespace=space, capacity_pages=2 * count, storage=storage) as tier:
         tier.register(host.payload.numpy())
         tier.register(host.trailers.reshape(-1))
