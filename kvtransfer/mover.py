@@ -247,7 +247,9 @@ class Mover:
     def _facts_of(self, tier: Tier) -> TierFacts:
         stats = tier.stats()
         record_bytes = self.host.slot_bytes + self.host.trailer_bytes
-        capacity = stats.capacity_bytes // record_bytes if stats.capacity_bytes and not tier.shared else None
+        # A page that a tier gives up by itself is a miss: its directory plans with what stays.
+        room = stats.capacity_bytes if stats.kept_bytes is None else stats.kept_bytes
+        capacity = room // record_bytes if stats.capacity_bytes and not tier.shared else None
         folders = getattr(tier, "folders", None)  # a disk's
         return TierFacts(tier.shared, capacity, stats.pages, folders[0] if folders else "")
 

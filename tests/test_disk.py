@@ -432,6 +432,7 @@ def test_the_cleaner_takes_idle_pages_first_and_then_what_the_policy_says() -> N
         now[0] = 255.0  # `newest` is idle for 105 s, the others for less
         tier.clean()
         assert tier.stats().pages == 85
+        assert tier.stats().kept_bytes == 85 * tier.record_bytes, "what a directory may count on"
         left = statuses(tier.lookup(newest.keys))
         assert left.count(MISS) == 15
         assert set(statuses(tier.lookup(idle.keys + recent.keys))) == {OK}

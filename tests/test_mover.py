@@ -28,6 +28,7 @@ from kvtransfer.commands import (
 )
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError
 from kvtransfer.tiers.base import BatchResult, PageStatus, Tier, TierHandle
+from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.faulty import FaultyTier
 from kvtransfer.tiers.keys import page_keys, token_bytes
 
@@ -309,3 +310,21 @@ def test_bad_settings(bench: Bench) -> None:
     with pytest.raises(ConfigError, match="no tier 'host' yet"):
         plain.attach("host", bench.parts.tiers["far"])
     plain.close()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_directory_plans_with_what_a_disk_keeps_by_itself(tmp_path: Path, wrapped: bool) -> None:
+    """Planned to the brim, pages that the disk's cleaner took were hits of the directory, and loads came out short."""
+    recipe = Recipe(tmp_path, slots=8)
+    for file, size in recipe.files():
+        file.write_bytes(bytes(size + 2 * GUARD))
+    parts = Parts(recipe)
+    try:
+        disk = DiskTier(tmp_path / "disk", SMALL, namespace=SPACE.namespace, capacity_pages=40, disk_share=1.0)
+        tier: Tier = FaultyTier(disk) if wrapped else disk
+        facts = parts.mover.attach("disk", tier)
+        assert facts.capacity_pages == 34
+        parts.mover.detach("disk")
+        tier.close()
+    finally:
+        parts.close()

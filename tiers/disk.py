@@ -118,6 +118,7 @@ class DiskTier(DiskReading):
         self.folders = disk.folders
         self._found = {"recovered": len(disk.table), "journal_damaged": disk.damaged}
         self._pins = PinBook()
+        self._full_share = full_share
         self._log = CommitLog(
             name,
             self._storage,
@@ -234,6 +235,7 @@ class DiskTier(DiskReading):
             pinned,
             self._book.in_flight,
             {**self._book.counters(), **self._found},
+            kept_bytes=int(self._slabs.max_slots * self._full_share) * self.record_bytes,
         )
 
     def clean(self) -> None:
