@@ -47,7 +47,7 @@ class LocalTarget:
         self.name, self._engine, self._prefixes = name, engine, prefixes
 
     def complete(self, prompt: Prompt, max_new_tokens: int) -> Completion:
-        return self._engine.complete(prompt, max_new_tokens, tops=True, digests=True)
+        return self._engine.complete(prompt, max_new_tokens, tops=True, digests=True, ignore_eos=True)
 
     def flush(self) -> None:
         self._engine.flush()
