@@ -89,8 +89,8 @@ class TierStats:
     """A tier's state. ``counters`` holds running totals by name (hits, misses, corrupt, errors, bytes_read ...).
 
     ``capacity_bytes`` is 0 where the tier has no limit of its own, or does not know the store's; ``used_bytes`` and
-    ``pages`` of a shared store are what is known of it. ``in_flight`` counts batches. ``kept_bytes``: what it keeps in the
-    long run, where it gives pages up by itself before it is full (a disk's cleaner); None: all that it can hold.
+    ``pages`` of a shared store are what is known of it. ``in_flight`` counts batches. ``kept_bytes``: what it keeps in
+    the long run, where it gives pages up by itself before it is full (a disk's cleaner); None: all that it can hold.
     """
 
     capacity_bytes: int
