@@ -35,10 +35,11 @@ from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.disk_folder import Place, split_paths
 from kvtransfer.tiers.disk_reader import DiskReader
-from kvtransfer.tiers.io import Transfer
+from kvtransfer.tiers.io import Transfer, Usage
 from kvtransfer.tiers.keys import Namespace
 from kvtransfer.tiers.simulated import SimulatedStorage
 from kvtransfer.tiers.simulated_disk import SimulatedDisk
+from kvtransfer.tiers.storage import FileStorage
 
 OK, MISS, CORRUPT = PageStatus.OK, PageStatus.MISS, PageStatus.CORRUPT
 ERROR, NO_ROOM, CANCELLED = PageStatus.ERROR, PageStatus.NO_ROOM, PageStatus.CANCELLED
@@ -816,3 +817,40 @@ def test_a_tier_costs_no_threads_descriptors_or_memory_once_closed(tmp_path: Pat
         use()
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before[:2]
     assert resident() - before[2] < 32 << 20
+
+
+# --- callbacks on the thread that moves records
+
+
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
+def test_a_callback_may_call_whatever_waits_for_its_own_thread(
+    tmp_path: Path, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Registering, letting go, and a cleaning round that deletes slabs, from where a batch's end is told."""
+    pages, told = Pages(20), threading.Event()
+    errors: list[BaseException] = []
+    memory = np.zeros(8 * TINY_SLOT, dtype=np.uint8)
+    with make(tmp_path, 100, file_bytes=10 * TINY_RECORD, engine=engine) as tier:
+        pages.put(tier)
+
+        def callback(_: object) -> None:
+            try:
+                tier.register(memory)
+                tier.unregister(memory)
+                monkeypatch.setattr(FileStorage, "usage", lambda self, path: Usage(1, 1 << 30, 1 << 30))
+                tier.clean()  # others have filled the disk: slabs go
+            except BaseException as error:
+                errors.append(error)
+            told.set()
+
+        read = tier.get_into(pages.keys[:10], [empty() for _ in range(10)])
+        read.add_done_callback(callback)
+        assert told.wait(20), "it waits for itself"
+        assert not errors, errors
+        assert set(pages.get(tier)) == {MISS} and not list(tmp_path.rglob("slab.*"))
+    descriptors = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)]
+    assert not [name for name in descriptors if str(tmp_path) in name], "slabs that were deleted are closed"
+
+
+def _is_link(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")

@@ -59,10 +59,12 @@ class Engine(Protocol):
     kind: str
 
     def add_file(self, fd: int) -> int:
-        """Make an open file known; returns its number in transfers. The caller closes ``fd`` after `drop_file`."""
+        """Make an open file known; returns its number in transfers. `drop_file` closes ``fd``, or the caller after
+        `close`."""
 
-    def drop_file(self, number: int) -> None:
-        """Forget a file. No transfer may be using it."""
+    def drop_file(self, number: int, fd: int) -> None:
+        """Forget a file and close it, soon. No transfer may be using it. Waits for nothing: who waits for room holds
+        locks that callbacks, which run on the engine's thread, may want."""
 
     def submit(self, transfer: Transfer) -> None:
         """Queue ``transfer``; returns at once. Raises TierError once the engine is closed."""

@@ -51,9 +51,10 @@ class PoolEngine:
             self._fds[number] = fd
             return number
 
-    def drop_file(self, number: int) -> None:
+    def drop_file(self, number: int, fd: int) -> None:
         with self._changed:
             del self._fds[number]
+        os.close(fd)
 
     def submit(self, transfer: Transfer) -> None:
         count = len(transfer.buffers)

@@ -202,8 +202,9 @@ class FileStorage:
         with self._lock:
             entry = self._files.pop(file)
         if entry.engine_file is not None:
-            self._engine.drop_file(entry.engine_file)
-        os.close(entry.fd)
+            self._engine.drop_file(entry.engine_file, entry.fd)
+        else:
+            os.close(entry.fd)
 
     def read_all(self, path: str) -> bytes:
         with open(path, "rb") as file:

@@ -11,10 +11,12 @@ wait for a quarter of what is in flight: the device works through the rest meanw
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -70,6 +72,7 @@ class UringEngine:
         self._bytes = 0
         started: list[OSError | None] = []
         ready = threading.Event()
+        self._ring: Ring | None = None
         self._thread = threading.Thread(target=self._run, args=(started, ready), name=f"{name}-io", daemon=True)
         self._thread.start()
         ready.wait()
@@ -97,14 +100,22 @@ class UringEngine:
                 self._commands.append(put)
         return number
 
-    def drop_file(self, number: int) -> None:
+    def drop_file(self, number: int, fd: int) -> None:
         def drop(ring: Ring) -> None:
-            if self._fixed[number]:
-                ring.set_file(number, -1)
-            with self._changed:
-                self._fds[number], self._fixed[number] = -1, 0
+            try:
+                if self._fixed[number]:
+                    ring.set_file(number, -1)
+                with self._changed:
+                    self._fds[number], self._fixed[number] = -1, 0
+            finally:
+                os.close(fd)
 
-        self._call(drop)
+        with self._changed:
+            if self._failed is None and self._thread.is_alive():
+                self._commands.append(drop)
+                self._changed.notify()
+                return
+        os.close(fd)
 
     def submit(self, transfer: Transfer) -> None:
         with self._changed:
@@ -129,7 +140,11 @@ class UringEngine:
             self._thread.join()
 
     def _call(self, command: Callable[[Ring], None]) -> None:
-        """Run ``command`` on the ring's thread, and wait for it."""
+        """Run ``command`` on the ring's thread, and wait for it. In a callback of a batch that is this thread."""
+        if threading.current_thread() is self._thread:
+            if self._ring is not None:
+                command(self._ring)
+            return
         done = threading.Event()
 
         def run(ring: Ring) -> None:
@@ -156,17 +171,23 @@ class UringEngine:
             started.append(error)
             ready.set()
             return
+        self._ring = ring
         started.append(None)
         ready.set()
         try:
             self._loop(ring)
+            self._run_commands(ring)
         except BaseException as error:
             with self._changed:
                 self._failed = error
             self._drain(ring)  # first: closing does not wait for what the device has, and that may write still
+            with suppress(OSError):
+                self._run_commands(ring)
+            self._ring = None
             ring.close()
             self._abandon(errno.EIO)
             raise  # never expected: the thread's hook prints it
+        self._ring = None
         ring.close()
 
     def _loop(self, ring: Ring) -> None:
@@ -174,8 +195,7 @@ class UringEngine:
             with self._changed:
                 while not (self._commands or self._queue or self._bytes or self._closing):
                     self._changed.wait()
-            while self._commands:
-                self._commands.popleft()(ring)
+            self._run_commands(ring)
             self._fill(ring)
             if not self._bytes:
                 if self._closing and not self._queue:
@@ -193,6 +213,10 @@ class UringEngine:
                 ring.enter()  # the device goes on while the tier looks at what came
             for transfer, positions, errors in finished.values():
                 _guarded(transfer.finish, positions, errors)
+
+    def _run_commands(self, ring: Ring) -> None:
+        while self._commands:
+            self._commands.popleft()(ring)
 
     def _fill(self, ring: Ring) -> None:
         """Start what there is room for."""

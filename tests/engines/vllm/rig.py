@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ from kvtransfer.integrations.vllm import KVTransferConnector
 
 BLOCK = 16
 LAYERS = 3
-STEPS = 2000
+LIMIT_S = 60.0
 TINY = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -275,12 +276,13 @@ class Engine:
         return output
 
     def run(self) -> None:
-        """Steps until every request is through and no block is held."""
-        for _ in range(STEPS):
-            if not self.scheduler.has_requests():
-                return
-            self.step()
-        raise AssertionError(f"{STEPS} steps, and still {list(self.scheduler.requests)}")
+        """Steps until every request is through and no block is held. Where nothing can be scheduled, what is awaited is
+        given time, as vLLM's engine does: steps alone are over before anything is moved."""
+        until = time.monotonic() + LIMIT_S
+        while self.scheduler.has_requests():
+            assert time.monotonic() < until, f"{LIMIT_S:g} s, and still {list(self.scheduler.requests)}"
+            if not self.step().num_scheduled_tokens:
+                time.sleep(0.001)
 
     def ask(self, request_id: str, prompt: Sequence[int], count: int, **more: Any) -> list[int]:
         """The tokens that a prompt is continued with, in a run of its own."""
