@@ -18,7 +18,8 @@ TRACE = ROOT / "shared/traces/conversation_trace.jsonl.gz"
 
 
 def served(day: Day, limit_s: float) -> dict[str, Any]:
-    paths = os.pathsep.join(str(ROOT / name) for name in ("", "tests", "bench"))
+    own = [str(ROOT / name) for name in ("", "tests", "bench")]
+    paths = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         command(day), capture_output=True, text=True, timeout=limit_s, env={**os.environ, "PYTHONPATH": paths}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as nps
 from numpy.typing import NDArray
 
-from kvtransfer.kernels import ids as module
 from kvtransfer.kernels.ids import MOST_MARKED, IdTools, NativeIds, NumpyIds, id_tools
 
 LISTS = nps.arrays(np.int64, st.integers(0, 40), elements=st.integers(0, 30))
@@ -122,5 +122,5 @@ def test_without_a_compiler_numpy_does_it(tmp_path: Path) -> None:
         "from kvtransfer.kernels.ids import NumpyIds, id_tools; import sys;"
         "sys.exit(not isinstance(id_tools(), NumpyIds))"
     )
-    env = {"PYTHONPATH": str(Path(module.__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path), "PATH": "/nowhere"}
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "XDG_CACHE_HOME": str(tmp_path), "PATH": "/nowhere"}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=60)
