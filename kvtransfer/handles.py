@@ -105,10 +105,7 @@ class TransferHandle:
         self._deadline = time.monotonic() + deadline_s
         self._changed = threading.Condition()
         layers = pool.spec.num_layers
-        left = np.zeros(layers, dtype=np.int64)
-        for chunk in plan.chunks:
-            left[chunk.box.layer_start : chunk.box.layer_stop] += 1
-        self._chunks_left: list[int] = left.tolist()  # chunks of the layer not yet submitted
+        self._chunks_left = [*plan.chunks_a_layer, *[0] * (layers - len(plan.chunks_a_layer))]  # not yet submitted
         self._chunks_until: list[int] | None = None  # see `_chunks_needed`
         self._layer_event: list[Event | None] = [None] * layers
         self._begun: list[Chunk] = []  # chunks of which something may have been enqueued

@@ -81,6 +81,15 @@ class Plan:
     link: str = ""
 
     @cached_property
+    def chunks_a_layer(self) -> tuple[int, ...]:
+        """How many chunks have something of each layer, up to the last one that any has. Counted once a plan, which is
+        used again where the numbers are the same."""
+        counts = np.zeros(max((c.box.layer_stop for c in self.chunks), default=0), dtype=np.int64)
+        for chunk in self.chunks:
+            counts[chunk.box.layer_start : chunk.box.layer_stop] += 1
+        return tuple(counts.tolist())
+
+    @cached_property
     def rejected(self) -> tuple[tuple[str, str], ...]:
         """(path, why not) of the other paths, the runner-up first."""
         barred = dict(self.barred)
