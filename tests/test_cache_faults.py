@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -113,7 +114,8 @@ def test_damaged_host_memory_is_never_published(make: MakeRig, layerwise: bool) 
         pages = rig.take(4)
         load = rig.cache.load(hit, pages, layerwise=layerwise)
     if layerwise:
-        rig.wait_layer(load, 0)  # the forward has begun
+        with suppress(TransferError):  # the forward has begun; or the load was judged before it could
+            rig.wait_layer(load, 0)
     verdict = load.verdict(LIMIT_S)
     assert not verdict.ok and verdict.bad_pages == (0, 1, 2, 3) and load.usable_pages == 0
     assert [page for page, _ in verdict.bad_layers] == [0, 1, 2, 3] and load.statuses == [CORRUPT] * 4
