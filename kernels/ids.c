@@ -8,18 +8,14 @@
 
 enum { GOOD, OUT_OF_RANGE, TWICE, NO_MEMORY };
 
-/* Copies n ids (of `width` 4 or 8 signed bytes) to out; *at is the position of the first bad one. `distinct`: none may be
- * there twice. Ids that go up are distinct; others are marked in `limit` bits. */
-int kvt_ids(const void *ids, int width, uint64_t n, int64_t limit, int distinct, int64_t *out, uint64_t *at) {
+/* Copies n ids (of `width` 4 or 8 signed bytes) to out. `distinct`: none may be there twice. Ids that go up are distinct; others are marked in `limit` bits. */
+int kvt_ids(const void *ids, int width, uint64_t n, int64_t limit, int distinct, int64_t *out) {
   const int32_t *narrow = ids;
   const int64_t *wide = ids;
   int goes_up = 1;
   for (uint64_t i = 0; i < n; ++i) {
     int64_t id = width == 4 ? narrow[i] : wide[i];
-    if (id < 0 || id >= limit) {
-      *at = i;
-      return OUT_OF_RANGE;
-    }
+    if (id < 0 || id >= limit) return OUT_OF_RANGE;
     if (i && id <= out[i - 1]) goes_up = 0;
     out[i] = id;
   }
@@ -30,7 +26,6 @@ int kvt_ids(const void *ids, int width, uint64_t n, int64_t limit, int distinct,
   for (uint64_t i = 0; i < n; ++i) {
     uint64_t *word = seen + out[i] / 64, bit = (uint64_t)1 << (out[i] % 64);
     if (*word & bit) {
-      *at = i;
       code = TWICE;
       break;
     }
@@ -51,6 +46,13 @@ void kvt_runs(const int64_t *a, const int64_t *b, uint64_t n, uint64_t least, ui
     if (length >= least) ++out[1], out[2] += length;
     length = 0;
   }
+}
+
+/* Whether every id has a place in a table of `size`. */
+int kvt_within(const int64_t *ids, uint64_t n, uint64_t size) {
+  for (uint64_t i = 0; i < n; ++i)
+    if ((uint64_t)ids[i] >= size) return 0;
+  return 1;
 }
 
 /* The largest table[id]; 0 for no ids. */

@@ -20,11 +20,12 @@ from kvtransfer.kernels.native import build
 
 Ids = NDArray[np.int64]
 
+_NO_MEMORY = 3  # of kvt_ids
 MOST_MARKED = 1 << 24  # ids that are marked in a bitmap of 2 MiB at most; beyond that numpy sorts
 
 
 class IdTools(Protocol):
-    """Arrays are contiguous; ids int64 and in range unless said otherwise."""
+    """An id that has no place in a table is an IndexError. Tables, flags and what is copied to are contiguous."""
 
     def checked(self, raw: NDArray[np.integer[Any]], limit: int, *, distinct: bool) -> Ids | None:
         """A copy of ``raw`` (int32 or int64) as int64, if all are 0 to ``limit - 1`` and, where asked, no two the same;
@@ -58,10 +59,9 @@ class NativeIds:
             found.restype, found.argtypes = result, arguments
             return found  # type: ignore[no-any-return]
 
-        self._ids = function(
-            "kvt_ids", ctypes.c_int, pointer, ctypes.c_int, count, number, ctypes.c_int, pointer, pointer
-        )
+        self._ids = function("kvt_ids", ctypes.c_int, pointer, ctypes.c_int, count, number, ctypes.c_int, pointer)
         self._runs = function("kvt_runs", None, pointer, pointer, count, count, pointer)
+        self._within = function("kvt_within", ctypes.c_int, pointer, count, count)
         self._most = function("kvt_most", number, pointer, pointer, count)
         self._mark = function("kvt_mark", None, pointer, pointer, count, number)
         self._all_set = function("kvt_all_set", ctypes.c_int, pointer, pointer, count)
@@ -70,27 +70,40 @@ class NativeIds:
     def checked(self, raw: NDArray[np.integer[Any]], limit: int, *, distinct: bool) -> Ids | None:
         if distinct and limit > MOST_MARKED:
             return NumpyIds().checked(raw, limit, distinct=True)
-        out = np.empty(raw.size, dtype=np.int64)
-        at = ctypes.c_uint64()
-        code = self._ids(raw.ctypes.data, raw.itemsize, raw.size, limit, distinct, out.ctypes.data, ctypes.byref(at))
+        raw, out = np.ascontiguousarray(raw), np.empty(raw.size, dtype=np.int64)
+        code = self._ids(raw.ctypes.data, raw.itemsize, raw.size, limit, distinct, out.ctypes.data)
+        if code == _NO_MEMORY:
+            raise MemoryError(f"no room to mark {limit} ids")
         return None if code else out
 
     def runs(self, a: Ids, b: Ids | None, least: int) -> tuple[int, int, int]:
         out = (ctypes.c_uint64 * 3)()
+        a, b = _plain(a), None if b is None else _plain(b)
         self._runs(a.ctypes.data, None if b is None else b.ctypes.data, a.size, least, out)
         return out[0], out[1], out[2]
 
     def most(self, table: Ids, ids: Ids) -> int:
+        ids = self._places(ids, table.size)
         return self._most(table.ctypes.data, ids.ctypes.data, ids.size)
 
     def mark(self, table: Ids, ids: Ids, value: int) -> None:
+        ids = self._places(ids, table.size)
         self._mark(table.ctypes.data, ids.ctypes.data, ids.size, value)
 
     def all_set(self, flags: NDArray[np.bool_], ids: Ids) -> bool:
+        ids = self._places(ids, flags.size)
         return bool(self._all_set(flags.ctypes.data, ids.ctypes.data, ids.size))
 
     def copy(self, to: Ids, ids: Ids) -> None:
+        ids = _plain(ids)
         self._copy(to.ctypes.data, ids.ctypes.data, ids.size)
+
+    def _places(self, ids: Ids, size: int | None = None) -> Ids:
+        """``ids`` as C reads them, each within a table of ``size``: IndexError otherwise, as numpy says."""
+        ids = _plain(ids)
+        if size is not None and not self._within(ids.ctypes.data, ids.size, size):
+            raise IndexError(f"expected ids of 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
+        return ids
 
 
 class NumpyIds:
@@ -124,6 +137,11 @@ class NumpyIds:
 
     def copy(self, to: Ids, ids: Ids) -> None:
         to[: ids.size] = ids
+
+
+def _plain(ids: Ids) -> Ids:
+    """``ids`` as C reads them: it is told an address, and neither strides nor width. No copy where they are so."""
+    return np.ascontiguousarray(ids, dtype=np.int64)
 
 
 @cache

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,37 @@ def test_checked_ids(tools: IdTools, dtype: type[np.signedinteger]) -> None:
     for bad, distinct in (([5], False), ([-1, 2], False), ([1, 2, 1], True), ([3, 3], True), ([2, 1, 0, 2], True)):
         wrong: NDArray[np.signedinteger] = np.array(bad, dtype=dtype)
         assert tools.checked(wrong, 5, distinct=distinct) is None
+
+
+@pytest.mark.parametrize("kind", ["every second", "backwards", "int32"])
+def test_ids_that_lie_otherwise_in_memory(tools: IdTools, kind: str) -> None:
+    """C is told an address: strides and widths must be seen to before."""
+    ids: Any = {
+        "every second": np.arange(20)[::2],
+        "backwards": np.arange(10)[::-1],
+        "int32": np.arange(10, dtype=np.int32),
+    }[kind]
+    want = ids.tolist()
+    table, flags, to = np.zeros(20, dtype=np.int64), np.zeros(20, dtype=np.bool_), np.zeros(10, dtype=np.int64)
+    tools.mark(table, ids, 5)
+    flags[ids] = True
+    assert np.flatnonzero(table).tolist() == sorted(want)
+    table[want[-1]] = 9
+    assert tools.most(table, ids) == 9 and tools.all_set(flags, ids)
+    tools.copy(to, ids)
+    assert to.tolist() == want
+    found = tools.checked(ids, 20, distinct=True)
+    assert found is not None and found.tolist() == want
+    assert tools.runs(ids, ids, 4) == ((1, 1, 10) if kind == "int32" else (10, 0, 0))
+
+
+def test_an_id_that_has_no_place_is_an_error_and_changes_nothing(tools: IdTools) -> None:
+    table, flags = np.zeros(5, dtype=np.int64), np.ones(5, dtype=np.bool_)
+    for work in (lambda x: tools.mark(table, x, 3), lambda x: tools.most(table, x), lambda x: tools.all_set(flags, x)):
+        for bad in (5, 1 << 40):
+            with pytest.raises(IndexError):
+                work(np.array([1, bad]))
+    assert not table.any()
 
 
 def test_more_ids_than_are_marked() -> None:
