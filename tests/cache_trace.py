@@ -204,7 +204,8 @@ def prompts(day: Day) -> list[NDArray[np.int32]]:
     for _ in range(day.requests):
         if not sessions or rng.random() < 0.35:
             sessions.append(list(rng.choice(systems)))
-        talk = sessions[-1 - min(int(rng.expovariate(0.4)), len(sessions) - 1)]
+        back = rng.randrange(len(sessions)) if rng.random() < 0.2 else int(rng.expovariate(0.4))  # some come back late
+        talk = sessions[-1 - min(back, len(sessions) - 1)]
         talk += [rng.randrange(1 << 30) for _ in range(rng.choice([1, 1, 2, 4]))]
         del talk[longest:]
         found.append(_page_tokens(np.array(talk, dtype=np.int64), day.page_size))
