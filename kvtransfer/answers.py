@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import Book
-from kvtransfer.commands import OK, STATUSES, Ack, Evict, Relocate, Scope
+from kvtransfer.commands import OK, STATUSES, Ack, Evict, Promote, Relocate, Scope
 from kvtransfer.jobs import Flight, Move
 from kvtransfer.kernels.errors import TransferError
-from kvtransfer.moves import CORRUPT, MISS, Moves
+from kvtransfer.moves import CANCELLED, CORRUPT, MISS, Moves
 from kvtransfer.radix import Match
 from kvtransfer.room import BARRED_S
 from kvtransfer.tree import ABSENT, Ids, Node
@@ -51,11 +51,14 @@ class Answers(Moves):
         fresh = ~flight.answered[at]
         self.late_answers += int(at.size - fresh.sum())
         at, statuses = at[fresh], statuses[fresh]
-        flight.answered[at] = True
-        flight.ok[at] = statuses == OK
-        job = flight.move.job if flight.move is not None else None
-        if job is not None:
-            job.detail = job.detail or ack.detail
+        flight.codes[at] = statuses
+        move = flight.move
+        job = move.job if move is not None else None
+        if move is not None and job is not None:
+            if self._reads(move):  # another tier may have what this one has not
+                move.detail = move.detail or ack.detail
+            else:
+                job.detail = job.detail or ack.detail
             new = set(at.tolist())
             job.unverified += [int(flight.pages[n]) for n in ack.unverified if n in new]
             job.bad_layers += [(int(flight.pages[n]), layer) for n, layer in ack.bad_layers if n in new]
@@ -121,7 +124,7 @@ class Answers(Moves):
                 self._lost(node, source, pages[gone], flight.read[at][gone] if flight.read.size else None)
             if flight.target is None and (statuses == CORRUPT).any():
                 self._distrust(node, pages[statuses == CORRUPT])
-        for status in [] if ok.all() else np.unique(statuses[~ok]).tolist():
+        for status in [] if ok.all() or self._reads(move) else np.unique(statuses[~ok]).tolist():
             self._settle(move, pages[statuses == status], status)
         if ok.any() and not self._goes_on(move):
             self._settle(move, pages[ok], OK)
@@ -154,6 +157,8 @@ class Answers(Moves):
         del self._flights[flight.command.id]
         move, good = flight.move, flight.pages[flight.ok]
         if move is not None:
+            if isinstance(flight.command, Promote):
+                self._read(flight, flight.command)
             if good.size and self._goes_on(move):
                 self._arrived(move, good)
             if good.size and flight.target == self._host.name:
@@ -168,6 +173,31 @@ class Answers(Moves):
             self._end(move)
         self._index.tidy(flight.node)
         self._size_on(flight)
+
+    def _read(self, flight: Flight, command: Promote) -> None:
+        """A tier has answered a read. What it could not give comes from the next one that has it."""
+        move, codes, pages = flight.move, flight.codes, flight.pages
+        assert move is not None and flight.source is not None
+        if not flight.cancelled:
+            self._heard(self._books[flight.source], codes, command)
+        if not self._reads(move) or flight.ok.all():
+            return
+        tried = (codes != OK) & (codes != CANCELLED)
+        if tried.any():  # a read ends with the first page that fails: what is CANCELLED behind it was not begun
+            tried |= (codes == CANCELLED) & (np.arange(codes.size) < np.argmax(tried))
+        else:
+            tried = codes == CANCELLED
+        for status in np.unique(codes[tried]).tolist():
+            some = pages[tried & (codes == status)]
+            if flight.cancelled:
+                self._settle(move, some, status)
+            else:
+                self._elsewhere(move, some, status, move.tried | {flight.source})
+        rest = pages[(codes == CANCELLED) & ~tried]
+        if rest.size and flight.cancelled:
+            self._settle(move, rest, CANCELLED)
+        elif rest.size:
+            self._elsewhere(move, rest, CANCELLED, move.tried)
 
     def _written_back(self, move: Move, source: Book, flight: Flight) -> None:
         """Pages were written so that they can go: the host tier gives them up now. Were they to wait until somebody

@@ -9,6 +9,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvtransfer.commands import Scope
 from kvtransfer.index import Kind, PrefixIndex
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.errors import ConfigError, OwnershipError
@@ -56,12 +57,15 @@ class TierPlan:
 @dataclass(frozen=True)
 class TierFigures:
     """``used_pages`` are there, on their way, or not yet confirmed gone (of a shared tier: not counted, 0).
-    ``counters``: pages by what became of them (written, read, failed, evicted, dropped, lost)."""
+    ``counters``: pages by what became of them (written, read, failed, evicted, dropped, lost). ``down``: it failed, and
+    nothing is read from it until it answers again; ``outages``: how often that was so."""
 
     capacity_pages: int | None
     used_pages: int
     present_pages: int
     counters: dict[str, int] = field(default_factory=dict)
+    down: bool = False
+    outages: int = 0
 
 
 class Book:
@@ -81,6 +85,11 @@ class Book:
         self.used = 0
         self.barred: dict[Node, float] = {}  # what the tier could not remove, and until when it is not asked again
         self.counters: Counter[str] = Counter()
+        # Of one by key: see outages.py.
+        self.down, self.outages = False, 0
+        self.pause_s = 0.0  # 0: the last read was answered
+        self.asked_at = 0.0  # when it failed, or was looked at, last
+        self.sample = (Scope(), b"")  # a page that it is asked for then
         self.victims = index.watch(plan.name, eviction(plan.evict))
         ready = (plan.capacity_pages or 0) if self.is_slots else 0
         most = max(ready, plan.most_pages or 0) if self.is_slots else 0

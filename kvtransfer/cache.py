@@ -75,14 +75,14 @@ class TieredCache(CacheUpkeep):
         released at once.
 
         ``layerwise``: layers arrive in order, and the forward waits for each (`CacheLoad.wait_layer`); what lies below
-        the host tier comes there first, page by page. Where a page fails, the load is a shorter one:
-        `CacheLoad.usable_pages`, ``free_page_ids``. Raises LayoutError for bad ids, OwnershipError for a hit that was
-        released, before anything is touched.
+        the host tier comes there first, page by page. Where a page fails in each tier that has it, the load is a
+        shorter one: `CacheLoad.usable_pages`, ``free_page_ids``. Raises LayoutError for bad ids, OwnershipError for a
+        hit that was released, before anything is touched.
         """
         self._require_open()
         given = self._checked(page_ids)
         deadline = self._deadline(deadline_s)
-        job = self.directory.load(hit, given, layerwise=layerwise, pages=pages)
+        job = self.directory.load(hit, given, layerwise=layerwise, pages=pages, deadline_s=deadline)
         return self._watch(CacheLoad(self, job, deadline))
 
     def store(

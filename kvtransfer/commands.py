@@ -75,6 +75,7 @@ class Promote(Message, frozen=True, tag="promote"):
 
     keys    page keys (keys.py); with the scope and a shard they make stored keys
     tokens  of these pages, little-endian u32, joined
+    within_s  that the tier may take, since another one has the pages too; 0: as long as the mover gives it
     """
 
     source: str
@@ -83,6 +84,7 @@ class Promote(Message, frozen=True, tag="promote"):
     scope: Scope
     keys: list[bytes]
     tokens: bytes
+    within_s: float = 0.0
 
 
 class Demote(Message, frozen=True, tag="demote"):

@@ -57,6 +57,7 @@ class Directory(Keeping):
         ghost_pages: pages known only so that their hits are counted (selective writing); None: as many as the host
             tier has.
         watermarks: high and low. When the host tier is fuller than the high share, `tick` frees it down to the low one.
+        retry_s: the first and the longest pause of a tier that failed, before it is asked whether it answers again.
         clock: seconds.
         algorithm: of page keys.
     """
@@ -72,6 +73,7 @@ class Directory(Keeping):
         evict_extra: float = 0.0,
         ghost_pages: int | None = None,
         watermarks: tuple[float, float] = (1.0, 1.0),
+        retry_s: tuple[float, float] = (1.0, 60.0),
         clock: Callable[[], float] = time.monotonic,
         algorithm: Algorithm = "sha256",
     ) -> None:
@@ -91,6 +93,8 @@ class Directory(Keeping):
                 "expected a window of at least 1, evict_extra in 0..1, and a high watermark above the low one, "
                 f"got {window}, {evict_extra} and {watermarks}"
             )
+        if not 0 < retry_s[0] <= retry_s[1]:
+            raise ConfigError(f"retry_s: expected seconds above 0, the first no longer than the longest, got {retry_s}")
         index = PrefixIndex(
             page_size, {plan.name: INDEX_KINDS[plan.kind] for plan in tiers}, clock=clock, algorithm=algorithm
         )
@@ -98,6 +102,7 @@ class Directory(Keeping):
         host = next(book for book in books.values() if book.is_slots)
         ghosts = (host.capacity or 0) if ghost_pages is None else ghost_pages
         super().__init__(index, books, host, window, evict_extra, prefetch or Prefetch(), prune, ghosts, watermarks)
+        self.retry_s = retry_s
         self._asked_tokens = self._hit_tokens = self._matches = 0
         self._hit_pages: dict[str, int] = {}
 
@@ -119,6 +124,7 @@ class Directory(Keeping):
             raise LayoutError(f"device_pages: expected at least 0, got {device_pages}")
         scope = scope or Scope()
         with self._working():
+            self._look_after()
             found = self._index.match(tokens, scope.name())
             device_pages = min(device_pages, len(tokens) // self._index.page_size)
             hit = self._hit(scope, found, device_pages)
@@ -138,12 +144,15 @@ class Directory(Keeping):
         *,
         layerwise: bool = False,
         pages: int | None = None,
+        deadline_s: float | None = None,
     ) -> Job:
         """Have the hit's pages behind its device pages brought to these pages of the device pool, one id each.
 
-        What lies below the host tier comes to the host tier first. ``pages``: of the hit, to load fewer. A page that
-        fails ends the prefix: `Job.usable_pages` says how far it goes, and the other device pages are free to be
-        given to somebody else once the job is done. The hit may be released at once.
+        What lies below the host tier comes to the host tier first; a page that fails in one tier comes from the next
+        one that has it. ``pages``: of the hit, to load fewer. A page that fails ends the prefix: `Job.usable_pages`
+        says how far it goes, and the other device pages are free to be given to somebody else once the job is done. The
+        hit may be released at once. ``deadline_s``: that the load will be waited for; a tier has half of what is left
+        of it where another one has the pages too.
         """
         with self._working():
             if not hit.held:
@@ -153,7 +162,7 @@ class Directory(Keeping):
                 raise LayoutError(f"load: expected {hit.device_pages}..{hit.pages} pages, got {stop}")
             ids = page_ids_of(page_ids, stop - hit.device_pages, "load")
             job = Job("load", hit.device_pages, ids.size)
-            job.ids, job.number = ids, self._new_id()
+            job.ids, job.number, job.deadline_s = ids, self._new_id(), deadline_s
             if not ids.size:
                 self._ended.append(job)
                 return job
@@ -221,6 +230,7 @@ class Directory(Keeping):
         it is returned."""
         scope = scope or Scope()
         with self._working():
+            self._look_after()
             if request is not None and request in self._requests:
                 return self._requests[request]
             size = self._index.page_size
@@ -266,7 +276,7 @@ class Directory(Keeping):
 
     @property
     def idle(self) -> bool:
-        """Whether no answer is due, and nothing waits for one."""
+        """Whether no answer is due that anybody waits for (a look at a tier that is down is not waited for)."""
         with self._index.mutex:
             return not (self._flights or self._lookups or self._sizings or self._waiting or self._outbox)
 
@@ -291,6 +301,8 @@ class Directory(Keeping):
                 self._looked_up(ack)
             elif ack.id in self._sizings:
                 self._sized(ack)
+            elif ack.id in self._looks:
+                self._looked(ack)
             elif ack.id in self._flights:
                 self._answer(self._flights[ack.id], ack)
             else:
@@ -306,12 +318,15 @@ class Directory(Keeping):
                 for name in self.lower_tiers():
                     self.detach(name)
             for flight in [*self._flights.values()]:
+                flight.cancelled = True
                 n = flight.pages.size
                 self._answer(flight, Ack(id=flight.command.id, statuses=bytes([ERROR]) * n, detail="nobody answers"))
             for _, command, _ in [*self._lookups.values()]:
                 self._looked_up(Ack(id=command.id, statuses=bytes([ERROR]) * len(command.keys)))
             for number in [*self._sizings]:
                 self._sized(Ack(id=number, statuses=bytes([ERROR]), detail="nobody answers"))
+            for book in self._below:
+                self._recover(book)  # it was not the tiers' fault
 
     def figures(self) -> DirectoryFigures:
         """The state now."""
@@ -322,7 +337,7 @@ class Directory(Keeping):
                 for name, book in self._books.items():
                     present[name] += node.have[book.victims.tier]
             tiers = {
-                name: TierFigures(book.capacity, book.used, present[name], dict(book.counters))
+                name: TierFigures(book.capacity, book.used, present[name], dict(book.counters), book.down, book.outages)
                 for name, book in self._books.items()
             }
             by_tier = {name: pages * size for name, pages in self._hit_pages.items()}
@@ -334,7 +349,7 @@ class Directory(Keeping):
                 tiers=tiers,
                 locks=self._index.locks,
                 pages_in_index=self._index.pages,
-                commands_under_way=len(self._flights) + len(self._lookups) + len(self._sizings),
+                commands_under_way=len(self._flights) + len(self._lookups) + len(self._sizings) + len(self._looks),
                 late_answers=self.late_answers,
             )
 

@@ -94,6 +94,7 @@ class Job:
 
     number      of a load: its commands have it (`Load.load`)
     ids         of a load or a store: the device pages
+    deadline_s  that a load may take, None where nobody said
     unverified  of a load: pages that are OK, but have no digests to compare; bad_layers: (page, layer) that differ
     """
 
@@ -105,6 +106,7 @@ class Job:
         self.done = False
         self.number = 0
         self.ids: Ids | None = None
+        self.deadline_s: float | None = None
         self.unverified: list[int] = []
         self.bad_layers: list[tuple[int, int]] = []
         self.node: Node | None = None  # locked for it
@@ -169,6 +171,7 @@ class Move:
     source        None: the caller's device pages, in ``ids`` (a page id for each of ``pages``)
     target        None: the caller's device pages, in ``ids``
     for_eviction  the source gives the pages up once they are written, or can't be
+    tried         sources where they could not be had; ``detail``: the first cause of that
     """
 
     node: Node
@@ -180,6 +183,8 @@ class Move:
     job: Job | None = None
     for_eviction: bool = False
     layerwise: bool = False
+    tried: frozenset[str] = frozenset()
+    detail: str = ""
     under_way: int = 0  # commands
 
     def without(self, gone: NDArray[np.bool_]) -> None:
@@ -205,12 +210,20 @@ class Flight:
     move: Move | None
     source: str | None
     target: str | None
-    answered: NDArray[np.bool_] = field(init=False)
-    ok: NDArray[np.bool_] = field(init=False)
+    cancelled: bool = False  # it was asked to stop: what it says is not the tier's fault
+    codes: NDArray[np.uint8] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.answered = np.zeros(self.pages.size, dtype=np.bool_)
-        self.ok = np.zeros(self.pages.size, dtype=np.bool_)
+        self.codes = np.full(self.pages.size, WAITING, dtype=np.uint8)
+
+    @property
+    def answered(self) -> NDArray[np.bool_]:
+        """Which pages have their status."""
+        return np.asarray(self.codes != WAITING)
+
+    @property
+    def ok(self) -> NDArray[np.bool_]:
+        return np.asarray(self.codes == OK)
 
 
 def page_ids_of(given: NDArray[np.int64] | Sequence[int], count: int, verb: str) -> Ids:

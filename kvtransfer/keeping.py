@@ -90,6 +90,7 @@ class Keeping(Prefetching):
                 book = self._books[plan.name] = Book(plan, self._index)
                 self._below.append(book)
             book.attached, book.capacity = True, plan.capacity_pages
+            self._recover(book)
 
     def detach(self, tier: str) -> None:
         """A tier by key is used no more. What it holds stays there, and is forgotten here."""
@@ -98,6 +99,7 @@ class Keeping(Prefetching):
             if not book.by_key:
                 raise ConfigError(f"detach: expected a tier by key, got {tier}")
             book.attached = False
+            self._recover(book)
             self._forget(book)
 
     def forget(self, tier: str) -> None:
@@ -188,6 +190,7 @@ class Keeping(Prefetching):
             for move in [*self._waiting]:
                 self._settle(move, move.pages, CANCELLED)
             self._give_up_size(self._host)
+            self._stop_looking()
 
     # --- keeping and forgetting
 
@@ -203,8 +206,9 @@ class Keeping(Prefetching):
 
     def tick(self) -> None:
         """Call it now and then: pins end, cold branches are pruned, a host tier above its watermark is cleared, or
-        goes on shrinking."""
+        goes on shrinking; tiers that failed are asked whether they answer again."""
         with self._working():
+            self._look_after()
             now = self._index.clock()
             ended = [node for until, node in self._pinned if until <= now]
             self._pinned = [pin for pin in self._pinned if pin[0] > now]
@@ -255,7 +259,7 @@ class Keeping(Prefetching):
         return self._books[tier]
 
     def _where(self, found: Match, device_pages: int) -> tuple[int, int, tuple[Segment, ...], int]:
-        """What is there of a path: pages, of these on the device, where the others are, and hinted ones behind."""
+        """What can be had of a path: pages, of these on the device, where the others are, and hinted ones behind."""
         index, device = self._index, device_pages
         if self._device is not None and device < found.pages:
             device += index.run(found, self._device.name, device)
@@ -263,7 +267,7 @@ class Keeping(Prefetching):
         stop = device + index.run(found, self._host.name, device)
         if stop > device:
             segments.append(Segment(self._host.name, device, stop))
-        private = [book for book in self._below if book.plan.kind == "keys" and book.attached]
+        private = [book for book in self._usable() if book.plan.kind == "keys"]
         if stop < found.pages and private:
             tiers = [self._host, *private]
             best = np.full(found.pages - stop, -1, dtype=np.int64)
@@ -273,7 +277,7 @@ class Keeping(Prefetching):
             cuts = [0, *(np.flatnonzero(np.diff(best[:end])) + 1).tolist(), end] if end else []
             segments += [Segment(tiers[best[a]].name, stop + a, stop + b) for a, b in pairwise(cuts)]
             stop += end
-        shared = [book for book in self._below if book.plan.kind == "shared" and book.attached]
+        shared = [book for book in self._usable() if book.plan.kind == "shared"]
         hinted = max((index.run(found, book.name, stop) for book in shared), default=0)
         return stop, device, tuple(segments), hinted
 

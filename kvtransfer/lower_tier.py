@@ -85,9 +85,14 @@ class LowerTier:
             return self.tier.remove(keys)
         slots = ids(command.slots)
         if isinstance(command, Promote):
-            return self._reads.prefetch(keys, slots, deadline_s=self._deadline_s)
+            return self._reads.prefetch(keys, slots, deadline_s=self.limit_s(command))
         self._seal(command, keys, slots)
         return self._writes.write_back(keys, slots, lookup_first=self.tier.shared, deadline_s=self._deadline_s)
+
+    def limit_s(self, command: KeyCommand) -> float:
+        """Seconds that it may take, from `begin` on."""
+        within_s = command.within_s if isinstance(command, Promote) else 0.0
+        return min(within_s, self._deadline_s) if within_s > 0 else self._deadline_s
 
     def judge(self, command: KeyCommand, handle: TierHandle) -> tuple[bytes, str]:
         """What became of each page of a command that is done (`CODES`), and the first cause of what went wrong."""

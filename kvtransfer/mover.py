@@ -334,7 +334,7 @@ class Mover:
             status = CANCELLED if isinstance(error, TransferCancelled) else ERROR
             self._under.end(under, bytes([status]) * positions(command), _said(error))
             return
-        under.deadline, under.late = time.monotonic() + self._deadline_s + GRACE_S, self._late
+        under.deadline, under.late = time.monotonic() + lower.limit_s(command) + GRACE_S, self._late
         self._under.begun(under, handle)
         self._deadlines.watch(under)
         handle.add_done_callback(lambda ended: self._under.later(partial(self._judge, lower, under, command, ended)))

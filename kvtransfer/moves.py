@@ -22,8 +22,9 @@ from kvtransfer.commands import CODES, OK, WAITING, Cancel, Command, Demote, Loa
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Flight, Job, Move
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.outages import Outages
 from kvtransfer.radix import Match
-from kvtransfer.room import BATCH_PAGES, Room
+from kvtransfer.room import BATCH_PAGES
 from kvtransfer.tiers.base import PageStatus
 from kvtransfer.tree import ABSENT, Ids, pending
 
@@ -31,7 +32,7 @@ MISS, CORRUPT = CODES[PageStatus.MISS], CODES[PageStatus.CORRUPT]
 NO_ROOM, ERROR, CANCELLED = CODES[PageStatus.NO_ROOM], CODES[PageStatus.ERROR], CODES[PageStatus.CANCELLED]
 
 
-class Moves(Room):
+class Moves(Outages):
     """The part of a `Directory` that has pages moved. ``window``: commands that one move may have under way to or from
     a tier that is addressed by key. ``on_commands``, if set, is called after a verb, without the directory's locks,
     while there are commands to be taken."""
@@ -112,9 +113,10 @@ class Moves(Room):
                 ready = there == ABSENT
             if move.source is not None:
                 here = self._index.codes(where, move.source, first)[some - first]
-                lost = ready & (here == ABSENT)
+                down = self._books[move.source].down and self._reads(move)
+                lost = ready if down else ready & (here == ABSENT)
                 if lost.any():
-                    self._settle(move, some[lost], MISS)
+                    self._elsewhere(move, some[lost], ERROR if down else MISS, move.tried | {move.source})
                     changed = True
                     continue
                 ready &= here >= 0
@@ -184,6 +186,7 @@ class Moves(Room):
                     scope=move.scope,
                     keys=keys,
                     tokens=tokens,
+                    within_s=self._share_s(move, pages),
                 )
             else:
                 command = Demote(
@@ -223,6 +226,8 @@ class Moves(Room):
             self._take_out(move, np.isin(move.pages, pages))
         job = move.job
         if job is not None:
+            if status != OK:
+                job.detail = job.detail or move.detail
             self._tell(job, pages, status)
             if status != OK and job.kind != "store":  # no prefix goes beyond it
                 self._cut(job, int(pages[0]))
@@ -249,6 +254,7 @@ class Moves(Room):
         to the host tier: that touches none of its device pages."""
         flights = [f for f in self._flights.values() if f.move is not None and f.move.job is job]
         for flight in flights:
+            flight.cancelled = True
             self._outbox.append(Cancel(id=self._new_id(), command=flight.command.id))
         for move in [move for move in self._waiting if move.job is job]:
             self._settle(move, move.pages, CANCELLED)

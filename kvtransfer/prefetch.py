@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.books import Book
-from kvtransfer.commands import OK, WAITING, Ack, Lookup, Scope
+from kvtransfer.commands import OK, Ack, Lookup, Scope
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Job, Move
 from kvtransfer.moves import CANCELLED, MISS
@@ -65,7 +65,7 @@ class Prefetching(Resizing):
         index.lock(found.node)
         total = job.first + job.codes.size
         job.known = held
-        asked = [book for book in self._below if book.ask and book.attached]
+        asked = [book for book in self._usable() if book.ask]
         possible = total if asked else held
         if not self._is_worth(job, possible):
             self._tell(job, np.arange(job.first, total), CANCELLED)
@@ -95,9 +95,11 @@ class Prefetching(Resizing):
         fresh = mine == 0
         mine[fresh] = np.frombuffer(ack.statuses, dtype=np.uint8)[fresh]
         self.late_answers += int(mine.size - fresh.sum())
-        if not there[at : at + len(command.keys)].all():
+        said = there[at : at + len(command.keys)]
+        if not said.all():
             return
         del self._lookups[ack.id]
+        self._heard(self._books[command.tier], said, command)
         if job.stopped or any(one[0] is job for one in self._lookups.values()):
             return
         some = np.zeros(job.codes.size + job.first - job.known, dtype=np.bool_)
@@ -132,7 +134,7 @@ class Prefetching(Resizing):
             if there.size:
                 there = there[index.codes(found, name, int(there[0]))[there - there[0]] == ABSENT]
                 index.write(found.node, name, there, book.take(there.size))
-            gone = np.flatnonzero((codes[: stop - known] != OK) & (codes[: stop - known] != WAITING)) + known
+            gone = np.flatnonzero(codes[: stop - known] == MISS) + known
             if gone.size:
                 self._lost(found.node, book, gone, None)
 
@@ -141,7 +143,7 @@ class Prefetching(Resizing):
         if job.node is None or first >= stop:
             return
         where, rest = Match(job.node, stop), np.ones(stop - first, dtype=np.bool_)
-        for book in [self._host, *self._below]:
+        for book in [self._host, *self._usable()]:
             there = rest & (self._index.codes(where, book.name, first) != ABSENT)
             rest &= ~there
             pages = np.flatnonzero(there) + first

@@ -123,8 +123,18 @@ class Parts:
     # --- what tests do to it
 
     def fault(self, tier: str, kind: Any, verb: Verb | None = None, **more: Any) -> None:
-        """A fault from the next call of ``verb`` on."""
-        self.tiers[tier].add(Fault(kind, verb, call=self.tiers[tier].calls(verb), **more))
+        """A fault from the next call of ``verb`` on, or after so many more (``later``)."""
+        later = more.pop("later", 0)
+        self.tiers[tier].add(Fault(kind, verb, call=self.tiers[tier].calls(verb) + later, **more))
+
+    def clear_faults(self, tier: str) -> None:
+        """No fault strikes any more, and what is stalled goes on."""
+        self.tiers[tier]._faults.clear()
+        self.tiers[tier].release()
+
+    def close_tier(self, tier: str) -> None:
+        """Under the mover, which is not told."""
+        self.tiers[tier].close(drain=False, timeout_s=LIMIT_S)
 
     def release(self, tier: str) -> None:
         self.tiers[tier].release()

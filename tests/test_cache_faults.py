@@ -173,6 +173,13 @@ def test_a_lower_tier_that_stalls_costs_a_time_out(make: MakeRig) -> None:  # no
         load = rig.cache.load(hit, pages)
     assert load.result(LIMIT_S).statuses == (CANCELLED,) * 3 and load.usable_pages == 0
     rig.give(pages)
+    assert hit_pages(rig, tokens) == 0  # another one would cost as much
+
+    def is_back() -> bool:
+        rig.cache.tick()
+        return hit_pages(rig, tokens) == 3
+
+    until(is_back, "the tier answers")
     assert np.array_equal(rig.loaded(tokens), rows)
 
 

@@ -119,7 +119,7 @@ class FaultySteps(Steps):
             },
             mover={"deadline_s": 0.15},
             host={"most_pages": 40},
-            directory={"window": 2},
+            directory={"window": 2, "retry_s": (0.005, 0.02)},
         )
         self.names = tuple(lower)
         self.loads: list[tuple[Any, list[int], int]] = []

@@ -50,6 +50,8 @@ class DirectorySteps(RuleBasedStateMachine):
             ask = data.draw(st.booleans())
             tiers.append(TierPlan("disk", "keys", room, None, data.draw(evict), data.draw(write), ask))
         if data.draw(st.booleans()):
+            tiers.append(TierPlan("slow", "keys", data.draw(st.sampled_from([None, 30])), write=data.draw(write)))
+        if data.draw(st.booleans()):
             tiers.append(TierPlan("far", "shared", write=data.draw(write)))
         self.now = 0.0
         self.directory = Directory(
@@ -59,6 +61,7 @@ class DirectorySteps(RuleBasedStateMachine):
             prune=data.draw(st.sampled_from([None, Prune(2, 3.0, 1.0, 0.3)])),
             window=data.draw(st.integers(1, 2)),
             evict_extra=data.draw(st.sampled_from([0.0, 0.2])),
+            retry_s=data.draw(st.sampled_from([(0.5, 2.0), (50.0, 50.0)])),
             clock=lambda: self.now,
         )
         self.memory = Memory(self.page_size, slots=next(t.capacity_pages for t in tiers if t.kind == "slots"))
@@ -243,7 +246,7 @@ class DirectorySteps(RuleBasedStateMachine):
         assert self.directory.index.locks == 0 and not self.directory._requests
         assert all(not node.locks for node in self.directory.index.nodes())
         for _ in range(4):  # a tier gives up what a write-back policy wanted written first
-            for tier in sorted(self.directory._books, key=["device", "host", "disk", "far"].index):
+            for tier in sorted(self.directory._books, key=["device", "host", "disk", "slow", "far"].index):
                 freed = self.directory.flush(tier)
                 self.give_back(freed.tolist() if tier == "device" else [])
                 self.memory.drain(self.directory)
