@@ -22,6 +22,7 @@ functions of numbers; nothing here measures the GPU, or knows what else the link
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -144,7 +145,7 @@ def link_rate(profile: LinkProfile, page_bytes: int, pages: int = 64, direction:
 
 
 class TierRates:
-    """The read rates of tiers, from their `stats`, looked at now and then (`sample`). Not thread-safe.
+    """The read rates of tiers, from their `stats`, looked at now and then (`sample`). Thread-safe.
 
     Between two looks at which the tier was at work, what it has read is counted with that time: a tier that idled in
     between, or wrote, looks slower than it is, never faster. Older times fade by half every ``half_life_s`` of work.
@@ -154,24 +155,28 @@ class TierRates:
         if not half_life_s > 0:
             raise ConfigError(f"half_life_s: expected more than 0, got {half_life_s}")
         self._half_life_s = half_life_s
+        self._lock = threading.Lock()  # requests ask for what a tick writes
         self._last: dict[str, tuple[float, int, bool]] = {}  # when, bytes read until then, at work
         self._sums: dict[str, tuple[float, float]] = {}  # bytes, seconds
 
     def sample(self, name: str, stats: Reading, now_s: float) -> None:
         """Take a look: ``stats`` of the tier ``name`` at ``now_s``, by any clock that only rises."""
-        read = stats.counters.get("bytes_read", 0)
-        before = self._last.get(name)
-        self._last[name] = (now_s, read, stats.in_flight > 0)
-        if before is None or not before[2] or not stats.in_flight or now_s <= before[0] or read <= before[1]:
-            return
-        seconds = now_s - before[0]
-        kept = 0.5 ** (seconds / self._half_life_s)
-        old_bytes, old_s = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (old_bytes * kept + read - before[1], old_s * kept + seconds)
+        read, at_work = stats.counters.get("bytes_read", 0), stats.in_flight > 0
+        with self._lock:
+            before = self._last.get(name)
+            self._last[name] = (now_s, read, at_work)
+            if before is None or not before[2] or not at_work or now_s <= before[0] or read <= before[1]:
+                return
+            seconds = now_s - before[0]
+            kept = 0.5 ** (seconds / self._half_life_s)
+            old_bytes, old_s = self._sums.get(name, (0.0, 0.0))
+            self._sums[name] = (old_bytes * kept + read - before[1], old_s * kept + seconds)
 
     def known(self) -> dict[str, Rate]:
         """Of the tiers that were seen reading."""
-        return {name: Rate(read / seconds) for name, (read, seconds) in self._sums.items()}
+        with self._lock:
+            sums = dict(self._sums)
+        return {name: Rate(read / seconds) for name, (read, seconds) in sums.items()}
 
 
 def _arrivals(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -176,3 +178,40 @@ def test_tier_rates_count_working_time_only() -> None:
     rates.sample("far", TierStats(0, 0, 0, 0, 1), 1.0)
     rates.sample("far", TierStats(0, 0, 0, 0, 1), 2.0)
     assert set(rates.known()) == {"disk"}
+
+
+def test_tier_rates_are_asked_for_while_they_are_sampled() -> None:
+    """Tiers come while requests ask, on other threads."""
+    rates, over = TierRates(), threading.Event()
+    met: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            seen = 0
+            while not over.is_set():
+                known = rates.known()
+                assert len(known) >= seen and all(rate == Rate(1_000.0) for rate in known.values())
+                seen = len(known)
+        except BaseException as error:
+            met.append(error)
+
+    def sample(thread: int) -> None:
+        for number in range(300):
+            for second in range(3):
+                rates.sample(f"{thread}/{number}", stats(1_000 * second), float(second))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        askers = [threading.Thread(target=ask) for _ in range(2)]
+        samplers = [threading.Thread(target=sample, args=(n,)) for n in range(3)]
+        for thread in [*askers, *samplers]:
+            thread.start()
+        for thread in samplers:
+            thread.join(60)
+        over.set()
+        for thread in askers:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not met and len(rates.known()) == 900
