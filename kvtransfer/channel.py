@@ -10,13 +10,14 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
 
 from kvtransfer.commands import Ack, Command, Message, checked, encode
+from kvtransfer.config_check import shown
 from kvtransfer.kernels import errors
 from kvtransfer.kernels.errors import ConfigError, KVTransferError, TierError
 
@@ -43,6 +44,34 @@ class Reply(Message, frozen=True, tag="reply"):
                 raise kind(self.error)
             raise TierError(f"{self.kind}: {self.error}")
         return self.value
+
+
+def require_plain(value: Any, what: str) -> None:
+    """Raise ConfigError, naming the part, unless ``value`` arrives on the other side as it is: None, booleans, numbers
+    (whole ones of 64 bits), texts, bytes, lists, tables with texts as keys. Tuples arrive as lists."""
+    problem = ""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(f"{what}: expected texts as keys, got {type(key).__name__} {shown(key)}")
+            require_plain(key, f"{what}: a key")
+            require_plain(inner, f"{what}: {shown(key)}")
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            require_plain(inner, f"{what}[{at}]")
+    elif type(value) is int:
+        problem = "" if -(2**63) <= value < 2**64 else "a whole number of at most 64 bits"
+    elif type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            problem = "a text that UTF-8 can hold"
+    elif value is not None and type(value) not in (bool, float, bytes):
+        problem = "a plain value (number, text, bytes, true or false, none, a list or table of these)"
+    if problem:
+        raise ConfigError(
+            f"{what}: expected {problem}, since the mover is another process, got {type(value).__name__} {shown(value)}"
+        )
 
 
 AnyFrame = Command | Ack | Call | Reply

@@ -49,7 +49,10 @@ class _Server:
             reply = Reply(id=call.id, value=self._do(call.verb, call.arguments))
         except Exception as error:  # kept: the caller's side raises it
             reply = Reply(id=call.id, error=str(error), kind=type(error).__name__)
-        self._channel.send(reply)  # after "close" the other side ends the connection: what was sent has come then
+        try:  # after "close" the other side ends the connection: what was sent has come then
+            self._channel.send(reply)
+        except (TypeError, ValueError, OverflowError) as error:  # a figure that can't travel: who waits is to know it
+            self._channel.send(Reply(id=call.id, error=f"{call.verb}: {error}", kind=type(error).__name__))
 
     def _do(self, verb: str, arguments: dict[str, Any]) -> Any:
         if verb not in VERBS:

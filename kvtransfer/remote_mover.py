@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from kvtransfer.channel import AnyFrame, Call, Channel, Reply
+from kvtransfer.channel import AnyFrame, Call, Channel, Reply, require_plain
 from kvtransfer.commands import Ack, Cancel, Command
 from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError, UnavailableError
@@ -97,7 +97,8 @@ class RemoteMover:
             return {}
 
     def attach(self, name: str, tier: Any) -> TierFacts:
-        """See `Mover.attach`: here options alone will do."""
+        """See `Mover.attach`: here options alone will do, of plain values. Raises ConfigError, naming the option
+        that can't travel, before anything is sent."""
         if not isinstance(tier, Mapping):
             raise ConfigError(
                 f"attach: expected the options of {name!r}, from which the mover's process makes it, "
@@ -138,6 +139,8 @@ class RemoteMover:
         """Have something done there, and wait for it up to ``limit_s``."""
         if self.is_own_thread():
             raise TransferError(f"{verb}: a callback can't wait for what its own thread has to tell")
+        for name, value in arguments.items():
+            require_plain(value, f"{verb}: {name}")
         future: Future[Any] = Future()
         with self._lock:
             if self._gone:
@@ -145,8 +148,8 @@ class RemoteMover:
             self._last_call += 1
             number = self._last_call
             self._calls[number] = future
-        self._channel.send(Call(id=number, verb=verb, arguments=arguments))
         try:
+            self._channel.send(Call(id=number, verb=verb, arguments=arguments))
             if not wait([future], limit_s).done:
                 raise DeadlineExceeded(f"{verb}: the mover's process gave no answer after {limit_s:g} s")
             return msgspec.convert(future.result(), kind)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import datetime
 import multiprocessing
 import threading
+from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from engine_helpers import LIMIT_S, until
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvtransfer.channel import Call, Channel, Reply
+from kvtransfer.channel import Call, Channel, Reply, require_plain
 from kvtransfer.commands import Ack, Cancel, Evict, Lookup, Scope, encode
 from kvtransfer.kernels.errors import (
     CapacityError,
@@ -19,8 +25,13 @@ from kvtransfer.kernels.errors import (
     TransferError,
     UnavailableError,
 )
+from kvtransfer.mover_server import serve
 from kvtransfer.remote_mover import RemoteMover
 from kvtransfer.tiers.base import PageStatus
+
+
+def decode_call(data: bytes) -> Call:
+    return msgspec.msgpack.decode(data, type=Call)
 
 
 class End:
@@ -152,6 +163,86 @@ def test_calls_that_fail_or_get_no_answer() -> None:
         remote.load(3)
     remote.close(timeout_s=1.0)
     other.channel.close()
+
+
+class Odd(int):
+    """A number that msgpack takes for another type."""
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kind": "disk", "paths": [Path("/a")]}, r"'paths'\[0\]: expected a plain value .*PosixPath"),
+        ({"kind": "redis", "url": object()}, r"'url': expected a plain value .*object"),
+        ({"kind": "x", "deep": {"more": [{"set": {1, 2}}]}}, r"'deep': 'more'\[0\]: 'set': .*set \{1, 2\}"),
+        ({"kind": "memory", "cache_gb": np.float32(0.5)}, r"'cache_gb': expected a plain value .*float32"),
+        ({"kind": "memory", "workers": 1 << 64}, r"'workers': expected a whole number of at most 64 bits"),
+        ({"kind": "memory", "workers": -(1 << 63) - 1}, r"64 bits"),
+        ({"kind": "memory", "workers": Odd(3)}, r"'workers': expected a plain value"),
+        ({"kind": "x", "text": "\ud800"}, r"'text': expected a text that UTF-8 can hold"),
+        ({"kind": "x", "\ud800": 1}, r"a key: expected a text that UTF-8 can hold"),
+        ({"kind": "x", 3: "three"}, r"expected texts as keys, got int 3"),
+        ({"kind": "x", "call": print}, r"'call': expected a plain value"),
+        ({"kind": "x", "many": [0, 1, 2, datetime.date(2020, 1, 1)]}, r"'many'\[3\]: expected a plain value"),
+    ],
+)
+def test_options_that_can_not_travel_are_refused_before_anything_is_sent(options: Any, named: str) -> None:
+    ours, theirs = multiprocessing.Pipe()
+    other = Other(theirs, attach={"value": {"shared": False, "capacity_pages": None, "pages": 0}}, close={})
+    remote = RemoteMover(ours, timeout_s=LIMIT_S)
+    with pytest.raises(ConfigError, match=rf"attach: tier.*{named}"):
+        remote.attach("far", options)
+    assert not remote._calls  # nobody waits
+    with pytest.raises(ConfigError, match="attach: name"):
+        remote.attach("\ud800", {})
+    good: dict[str, Any] = {"kind": "x", "a": [1, 2.5, None, True, "t", b"b", {"c": (1, -(1 << 63), (1 << 64) - 1)}]}
+    assert remote.attach("far", good).pages == 0
+    [call] = other.got
+    assert call.arguments["tier"] == {**good, "a": [*good["a"][:-1], {"c": [1, -(1 << 63), (1 << 64) - 1]}]}
+    require_plain(good, "here")
+    remote.close(timeout_s=1.0)
+    other.channel.close()
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(st.characters()), st.binary())
+        | st.sampled_from([Path("a"), object(), 1j, {1}, Odd(1), np.int64(3), datetime.date(2020, 1, 1), Ellipsis]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_what_is_plain_arrives_as_it_is(value: Any) -> None:
+    try:
+        require_plain(value, "value")
+    except ConfigError:
+        return
+    back = decode_call(encode(Call(id=1, verb="x", arguments={"value": value})))
+    assert repr(back.arguments["value"]) == repr(value)  # a NaN too
+
+
+@pytest.mark.parametrize("figure", [1 << 70, "\ud800", object()], ids=["number", "text", "object"])
+def test_a_figure_that_can_not_travel_leaves_nobody_waiting(figure: Any) -> None:
+    class Figures:
+        """A mover, as far as it is asked."""
+
+        answer = None
+
+        def stats(self) -> Any:
+            return {"far": figure}
+
+        def close(self, **more: Any) -> None:
+            pass
+
+    ours, theirs = multiprocessing.Pipe()
+    server = threading.Thread(target=serve, args=(theirs, Figures()))
+    server.start()
+    remote = RemoteMover(ours, timeout_s=LIMIT_S)
+    with pytest.raises(TierError, match=r"Error"):
+        remote.stats()
+    remote.close(timeout_s=1.0)
+    server.join(LIMIT_S)
+    assert not server.is_alive()
 
 
 def test_a_mover_that_is_gone_answers_error() -> None:
