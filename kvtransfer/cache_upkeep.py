@@ -95,11 +95,12 @@ class CacheUpkeep(CacheCore):
             self.mover.detach(name)
             raise
 
-    def detach(self, name: str) -> None:
+    def detach(self, name: str, *, timeout_s: float = 60.0) -> None:
         """A lower tier is used no more, and forgotten here; what it holds stays there. Blocks until what is under way
-        is over. Raises DeadlineExceeded if the tier does not let go of the host's memory: it must stay, then."""
+        is over. Raises DeadlineExceeded if the tier does not let go of the host's memory in time: it must stay, then;
+        call this again."""
         self.directory.detach(name)
-        self.mover.detach(name)
+        self.mover.detach(name, timeout_s=timeout_s)
 
     def resize_host(self, capacity_pages: int) -> Job:
         """Another size of the host tier, smaller or larger, memory and all: `Directory.resize`. Returns at once; the

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.commands import CODES, Demote, Evict, Lookup, Promote, ids
-from kvtransfer.kernels.errors import RecordError
+from kvtransfer.kernels.errors import DeadlineExceeded, OwnershipError, RecordError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
 from kvtransfer.tiers.host import HostTier
@@ -31,6 +31,7 @@ from kvtransfer.tiers.record import (
 )
 from kvtransfer.tiers.sealed import sealed_payload
 
+NOT_YET = (DeadlineExceeded, OwnershipError)
 KeyCommand = Promote | Demote | Evict | Lookup
 LAYOUT_ID = "page_first"
 # Of a trailer (record.py): flags, numbers of digests, tokens and bytes of the layout id; namespace; layout id.
@@ -60,6 +61,7 @@ class LowerTier:
         observer: Observer = NO_OBSERVER,
     ) -> None:
         self.tier = tier
+        self.leaving = False  # it takes no more commands
         self._host, self._shard, self._deadline_s, self._owned = host, shard, deadline_s, owned
         # Two, so that what somebody waits for is not behind what nobody does.
         self._reads, self._writes = (
@@ -107,13 +109,34 @@ class LowerTier:
         return codes.tobytes(), detail
 
     def close(self, *, drain: bool, timeout_s: float) -> None:
-        """Finish or cancel what is under way, and let go of the host's memory; the tier goes too if it is ours."""
+        """Finish or cancel what is under way, and let go of the host's memory; the tier goes too if it is ours.
+
+        Raises `NOT_YET` where the tier uses the memory still, or has not ended: call it again. After another error
+        there is nothing left to be done.
+        """
+        until = time.monotonic() + timeout_s
+        self._end_batches(drain, until)
         try:
-            self._writes.close(drain=drain, timeout_s=timeout_s)
             self._reads.close(drain=drain, timeout_s=timeout_s)
-        finally:
+        except NOT_YET:
+            raise
+        except BaseException:
             if self._owned:
-                self.tier.close(drain=drain, timeout_s=timeout_s)
+                self.tier.close(drain=False, timeout_s=max(0.0, until - time.monotonic()))
+            raise
+        if self._owned:
+            self.tier.close(drain=drain, timeout_s=max(0.0, until - time.monotonic()))
+
+    def _end_batches(self, drain: bool, until: float) -> None:
+        """Both kinds of batches end, or are asked to, before the tier is told that the memory goes."""
+        late: DeadlineExceeded | None = None
+        for part in (self._writes, self._reads):
+            try:
+                part.book.close(drain=drain, timeout_s=max(0.0, until - time.monotonic()))
+            except DeadlineExceeded as error:
+                late = late or error
+        if late is not None:
+            raise late
 
     # --- inside
 

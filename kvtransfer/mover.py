@@ -34,7 +34,7 @@ from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TierError, TransferCancelled
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.layer_loads import LayerLoad, LayerLoads
-from kvtransfer.lower_tier import KeyCommand, LowerTier
+from kvtransfer.lower_tier import NOT_YET, KeyCommand, LowerTier
 from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
 from kvtransfer.recompute import link_rate
 from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
@@ -171,19 +171,25 @@ class Mover:
         return self._facts_of(tier)
 
     def detach(self, name: str, *, drain: bool = False, timeout_s: float = 60.0) -> None:
-        """Take no more commands for a tier, finish or cancel those under way, and let go of it."""
+        """Take no more commands for a tier, finish or cancel those under way, and let go of it.
+
+        Raises DeadlineExceeded (OwnershipError) where the tier does not let go of the host's memory in time, or of its
+        own. It takes no commands then, but has its name and the memory still: call it again. Commands under way are
+        answered when they end.
+        """
         with self._tiers:
             with self._lock:
-                lower = self._lower.pop(name, None)
-            if lower is None:
-                raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
-            lower.close(drain=drain, timeout_s=timeout_s)
+                lower = self._lower.get(name)
+                if lower is None:
+                    raise ConfigError(f"detach: expected one of {', '.join(self._lower) or 'no tier'}, got {name!r}")
+                lower.leaving = True
+            self._close_lower(name, lower, drain, timeout_s)
 
     def facts(self) -> MoverFacts:
         """What a directory has to know of the memory here."""
         spec, pool = self.engine.pool.spec, self.engine.pool
         with self._lock:
-            tiers = {name: self._facts_of(lower.tier) for name, lower in self._lower.items()}
+            tiers = {name: self._facts_of(one.tier) for name, one in self._lower.items() if not one.leaving}
         return MoverFacts(
             spec=spec.canonical(),
             page_size=spec.page_size,
@@ -201,7 +207,7 @@ class Mover:
     def stats(self) -> dict[str, TierState]:
         """The lower tiers' own figures, by name. Never waits for them."""
         with self._lock:
-            lower = dict(self._lower)
+            lower = {name: one for name, one in self._lower.items() if not one.leaving}
         return {name: TierState.of(one.tier.stats()) for name, one in lower.items()}
 
     # --- end
@@ -210,7 +216,8 @@ class Mover:
         """Take no more commands, finish (or cancel) those under way, and let go of the tiers. The engine, the host and
         the tiers that were given stay open. Every command is answered. Idempotent.
 
-        Raises DeadlineExceeded when the time is up: what is under way then is answered when it ends.
+        Raises DeadlineExceeded when the time is up: what is under way then is answered when it ends, and tiers that
+        have not let go stay: call it again.
         """
         until = time.monotonic() + timeout_s
         self._under.refuse_more()
@@ -220,11 +227,17 @@ class Mover:
             raise DeadlineExceeded(f"mover: close: {left} commands had no end after {timeout_s:g} s")
         if not self._tiers.acquire(timeout=max(0.1, until - time.monotonic())):
             raise DeadlineExceeded(f"mover: close: a tier was being attached or detached after {timeout_s:g} s")
-        with self._lock:
-            lower, self._lower = self._lower, {}
-        self._tiers.release()
-        for below in lower.values():
-            below.close(drain=drain, timeout_s=max(0.1, until - time.monotonic()))
+        failed: list[Exception] = []
+        try:
+            for name, lower in [*self._lower.items()]:
+                try:
+                    self._close_lower(name, lower, drain, max(0.1, until - time.monotonic()))
+                except Exception as error:  # kept: the others are closed first
+                    failed.append(error)
+        finally:
+            self._tiers.release()
+        if failed:
+            raise failed[0]
         self._deadlines.close()
         self._reading.shutdown()
         self._writing.shutdown()
@@ -239,8 +252,26 @@ class Mover:
 
     # --- inside
 
+    def _close_lower(self, name: str, lower: LowerTier, drain: bool, timeout_s: float) -> None:
+        """Holding ``_tiers``. The tier is forgotten unless it is to be closed again."""
+        over = True
+        try:
+            lower.close(drain=drain, timeout_s=timeout_s)
+        except NOT_YET:
+            over = False
+            raise
+        finally:
+            if over:
+                with self._lock:
+                    del self._lower[name]
+
     def _require_new(self, name: str) -> None:
         with self._lock:
+            if name in self._lower and self._lower[name].leaving:
+                raise ConfigError(
+                    f"attach: expected a name that is free, got {name!r}, which is not detached yet; call "
+                    "detach again first"
+                )
             if name in self._lower or name == self.host_name or self._under.closing:
                 raise ConfigError(f"attach: expected a mover that is open and has no tier {name!r} yet")
 
@@ -323,6 +354,8 @@ class Mover:
         name = command.source if hasattr(command, "source") and command.tier == self.host_name else command.tier
         with self._lock:
             lower = self._lower.get(name)
+            if lower is not None and lower.leaving:
+                lower = None
             cancelled = under.cancelled
         try:
             if cancelled:

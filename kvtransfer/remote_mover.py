@@ -106,9 +106,9 @@ class RemoteMover:
             )
         return self._call("attach", TierFacts, None, name=name, tier=dict(tier))
 
-    def detach(self, name: str) -> None:
+    def detach(self, name: str, *, timeout_s: float = 60.0) -> None:
         """See `Mover.detach`."""
-        self._call("detach", type(None), None, name=name)
+        self._call("detach", type(None), None, name=name, timeout_s=timeout_s)
 
     def is_own_thread(self) -> bool:
         """Whether the caller is on the thread that answers."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.kernels.errors import KVTransferError
+from kvtransfer.kernels.errors import KVTransferError, OwnershipError
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.registered import address_range
@@ -24,9 +24,17 @@ def register_host(host: HostTier, tier: Tier) -> None:
 
 
 def unregister_host(host: HostTier, tier: Tier) -> None:
-    """Undo `register_host`, whatever the size is now. Raises what `Tier.unregister` does."""
-    for part in host.parts():
-        tier.unregister(part)
+    """Undo `register_host`, whatever the size is now. Raises what `Tier.unregister` does; after OwnershipError the tier
+    knows all of it still, and this can be called again."""
+    gone: list[NDArray[np.uint8]] = []
+    try:
+        for part in host.parts():
+            tier.unregister(part)
+            gone.append(part)
+    except OwnershipError:
+        for part in gone:
+            tier.register(part)
+        raise
 
 
 def resize_host(host: HostTier, slots: int, tiers: Iterable[Tier] = (), *, wait_s: float = 30.0) -> int:

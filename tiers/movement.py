@@ -118,11 +118,16 @@ class Movement:
         return self._start("prefetch", keys, ids, deadline_s, policy=policy, after=after, allocate=slots is None)
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
-        """Finish or cancel what is under way (see `Tier.close`), and unregister the slab. Leaves the tier open."""
+        """Finish or cancel what is under way (see `Tier.close`), and unregister the slab. Leaves the tier open. After
+        DeadlineExceeded or OwnershipError the tier knows the slab still: call it again."""
         self.book.close(drain=drain, timeout_s=timeout_s, abort=lambda: None)
         registered, self._registered = self._registered, False
         if registered:
-            unregister_host(self.host, self.tier)
+            try:
+                unregister_host(self.host, self.tier)
+            except OwnershipError:
+                self._registered = True
+                raise
 
     # --- inside
 
