@@ -16,7 +16,7 @@ from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.mover import Mover
 from kvtransfer.pool import KVPool
-from kvtransfer.tier_build import TierMaker
+from kvtransfer.tier_build import RankPart, TierMaker
 from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.disk_folder import Place
 from kvtransfer.tiers.host import HostTier
@@ -47,7 +47,8 @@ def create(
     host, engine, tiers  instead of those that the configuration describes; they stay yours. ``engine`` brings its host
     scope       of calls that name none. None: that of ``model``, ``kv_dtype``, ``adapter`` and ``model_spec``: see
                 `kvtransfer.directory_build.scope_of`
-    model_spec  of the whole model, where the pool holds a part of it, which is ``shard``
+    model_spec  of the whole model, where the pool holds a part of it, which is ``shard``. They say, too, how pages are
+                cut where a tier has ``share_across_tp``
     place, owners  which process of a deployment this is, and how many share the disks (`DiskTier`)
 
     Raises ConfigError, CapacityError; what was made is closed again then.
@@ -71,6 +72,7 @@ def create(
             scope = scope_of(
                 config, whole.canonical(), whole.page_size, lower, model=model, kv_dtype=kv_dtype, adapter=adapter
             )
+        part = RankPart.configured(config, model_spec or pool.spec, shard or Shard.whole(pool.spec))
         if host is None and engine is None:
             settings = config.host.sized(pool.num_pages * pool.spec.page_bytes)
             host = HostTier(pool.spec, device=pool.device, observer=observer, **settings)
@@ -85,16 +87,19 @@ def create(
             Place(config.instance) if place is None else place,
             owners * config.instances,
             observer,
+            part,
         )
         if tiers is None:
             tiers = {}
             for name, options in config.lower_tiers.items():
                 tier = tiers[name] = maker(name, options)
                 mine(tier.close)
+        for name, tier in tiers.items():
+            maker.check(name, tier)
         mover = Mover(
             engine,
             tiers,
-            shard=shard,
+            shard=part.keys,
             deadline_s=config.deadline_s,
             batch_pages=min(config.write.batch_pages, 128),
             make_tier=maker,

@@ -86,7 +86,8 @@ def as_mapping(config: Config, *, empty: bool = False) -> dict[str, Any]:
         plain = _without_none(plain)
     for name, options in config.tiers.items():
         if isinstance(options, OtherOptions):
-            plain["tiers"][name] = {"kind": options.kind, **options.more}
+            shared = {} if options.shared_by is None else {"share_across_tp": options.shared_by}
+            plain["tiers"][name] = {"kind": options.kind, **shared, **options.more}
         elif "paths" in plain["tiers"][name]:
             plain["tiers"][name]["paths"] = list(plain["tiers"][name]["paths"])
     return plain

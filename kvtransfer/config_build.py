@@ -56,8 +56,13 @@ class Builder:
             if kind in BUILT_IN:
                 found[name] = self._section(BUILT_IN[kind], table, path, kind=kind)
             else:
-                more = {k: self._plain(inner, (*path, k), guess=True) for k, inner in table.items() if k != "kind"}
-                found[name] = OtherOptions(kind=kind, more=more)
+                shared = {key: table[key] for key in ("share_across_tp",) if key in table}
+                more = {
+                    key: self._plain(inner, (*path, key), guess=True)
+                    for key, inner in table.items()
+                    if key not in ("kind", *shared)
+                }
+                found[name] = self._section(OtherOptions, shared, path, kind=kind, more=more)
         return found if "host" in found else {"host": BUILT_IN["host"](kind="host"), **found}
 
     def _kind(self, name: str, table: Tree) -> str:

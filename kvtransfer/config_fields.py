@@ -154,6 +154,12 @@ class Config(Section, frozen=True, kw_only=True):
         return host
 
     @property
+    def shares_across_tp(self) -> bool:
+        """Whether some tier holds records by head group, or is to if it comes later: see ``share_across_tp``."""
+        said = [self.share_across_tp, *(options.shared_by for options in self.lower_tiers.values())]
+        return any(groups is not None for groups in said)
+
+    @property
     def lower_tiers(self) -> dict[str, TierOptions]:
         """The tiers below the host, in the order in which they are asked."""
         return {name: options for name, options in self.tiers.items() if name != "host"}

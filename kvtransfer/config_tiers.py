@@ -32,10 +32,16 @@ class TierOptions(Section, frozen=True, kw_only=True):
 
     kind: str
 
+    @property
+    def shared_by(self) -> int | None:
+        """``share_across_tp`` of a kind that other processes share, where it is given."""
+        found: int | None = getattr(self, "share_across_tp", None)
+        return found
+
     def settings(self) -> dict[str, Any]:
         """Arguments for the tier's constructor: every option by its own name. Kinds whose constructors take bytes, or
         other names, say so."""
-        return self.named(*(name for name in self.__struct_fields__ if name != "kind"))
+        return self.named(*(name for name in self.__struct_fields__ if name not in ("kind", "share_across_tp")))
 
     def capacity_bytes(self) -> int | None:
         """What the tier may hold, in bytes; None where that is given otherwise or not at all."""
@@ -121,7 +127,14 @@ class DiskOptions(TierOptions, frozen=True, kw_only=True):
         }
 
 
-class RedisOptions(TierOptions, frozen=True, kw_only=True):
+class SharedOptions(TierOptions, frozen=True, kw_only=True):
+    """A tier that other processes share. ``share_across_tp``: records by head group of so many ranks, which instances
+    of other tensor-parallel sizes can read; None: as the whole configuration says."""
+
+    share_across_tp: Count | None = None
+
+
+class RedisOptions(SharedOptions, frozen=True, kw_only=True):
     """A Redis or Valkey server."""
 
     kind: Literal["redis"] = "redis"
@@ -133,7 +146,7 @@ class RedisOptions(TierOptions, frozen=True, kw_only=True):
     job_pages: Count = 128
 
 
-class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
+class MooncakeOptions(SharedOptions, frozen=True, kw_only=True):
     """Mooncake Store."""
 
     kind: Literal["mooncake"] = "mooncake"
@@ -160,7 +173,7 @@ class MooncakeOptions(TierOptions, frozen=True, kw_only=True):
         }
 
 
-class ObjectStoreOptions(TierOptions, frozen=True, kw_only=True):
+class ObjectStoreOptions(SharedOptions, frozen=True, kw_only=True):
     """S3, Google Cloud Storage, Azure, or a folder."""
 
     kind: Literal["object_store"] = "object_store"
@@ -185,8 +198,8 @@ class MemoryOptions(TierOptions, frozen=True, kw_only=True):
         return {"capacity_bytes": self.capacity_bytes(), **self.named("workers", "timeout_s")}
 
 
-class OtherOptions(TierOptions, frozen=True, kw_only=True):
-    """A tier of another package: what stands beside ``kind`` is handed to it as it is."""
+class OtherOptions(SharedOptions, frozen=True, kw_only=True):
+    """A tier of another package: what stands beside ``kind`` and ``share_across_tp`` is handed to it as it is."""
 
     more: dict[str, Any] = field(default_factory=dict)
 

@@ -120,7 +120,7 @@ class PrefixCache:
             ranks=ranks,
             **more,
         )
-        owned = (*ground.owned, ground.tiers.close)
+        owned = (ground.tiers.close,)
         return cls(ground.tiers, ground.pool, ground.scope, role=role, arrival_s=arrival_s, ranks=ranks, owned=owned)
 
     def generate(
