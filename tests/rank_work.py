@@ -257,3 +257,83 @@ def same_numbers(group: RankGroup, seed: int) -> Any:
     """A few rounds whose result tells which cache this is."""
     rng = np.random.default_rng([seed, group.rank])
     return [group.minimum(f"{step}", 1, lambda: [int(rng.integers(1000))]).value for step in range(20)]
+
+
+def resizing(group: RankGroup, seed: int, operations: int, slots_by_stage: list[int], failing: int | None) -> Any:
+    """Random sizes, pages taken and freed. After each step nothing lies where the memory may be gone."""
+    rng = random.Random(seed)  # the same on all ranks
+    own = random.Random(f"{seed}/{group.rank}/own")
+    memory = {"slots": slots_by_stage[group.coordinates.pp], "fails": False}
+
+    def ready() -> int:
+        if memory["fails"]:
+            raise TierDown("no answer")
+        return memory["slots"]
+
+    slots = RankSlots(group, slots_by_stage[group.coordinates.pp], ready=ready)
+    held: list[int] = []
+    log: list[Any] = []
+    for _ in range(operations):
+        kind, size = rng.choice(["allocate", "allocate", "free", "resize", "resize", "grow"]), rng.randrange(1, 24)
+        memory["fails"] = group.rank == failing and kind in ("allocate", "resize") and own.random() < 0.2
+        before, capacity = [*held], slots.capacity_pages
+        try:
+            if kind == "allocate":
+                new = slots.allocate(size).tolist()
+                assert max(new) < slots.capacity_pages and not set(new) & set(held)
+                held += new
+                assert len(held) <= slots.capacity_pages
+                here = slots.slots(held)
+                assert np.unique(here).size == here.size and (slots.slots(new) < slots.capacity_pages).all()
+            elif kind == "free":
+                given = rng.sample(held, size % (len(held) + 1))
+                slots.free(given)
+                held = [page for page in held if page not in given]
+            else:
+                if kind == "grow":
+                    size, memory["slots"] = 1000, slots.num_slots  # the memory is made first
+                beyond = slots.resize(size).tolist()
+                capacity = slots.capacity_pages
+                assert 1 <= capacity <= min(size, memory["slots"], slots.num_pages) and slots.used_pages == len(held)
+                outside = {page for page in held if page >= capacity or slots.slots([page])[0] >= capacity}
+                assert outside <= set(beyond) <= set(held)
+                log.append(beyond)
+                if rng.random() < 0.7 and beyond:
+                    slots.free(beyond)
+                    held = [page for page in held if page not in beyond]
+                    assert not slots.resize(size).size
+                    beyond = []
+                if not beyond:
+                    memory["slots"] = capacity  # given back: nothing may lie there
+                    assert (slots.slots(held) < capacity).all()
+        except CapacityError as error:
+            assert held == before and slots.used_pages == len(before)
+            if failing is None:
+                assert kind == "allocate"
+                room = slots.capacity_pages - len(held)
+                assert size > room or slots.capacity_pages < capacity or "free pages on every rank" in str(error)
+        log.append((kind, size, held[-3:], slots.capacity_pages))
+    return hashlib.sha256(repr(log).encode()).hexdigest(), group.all.rounds, slots.used_pages, slots.capacity_pages
+
+
+def smallest(group: RankGroup) -> Any:
+    """One rank has less: all have so many pages; and it alone gets more."""
+    ready = {"slots": 9 if group.rank == 1 else 20}
+    slots = RankSlots(group, 20, ready=lambda: ready["slots"])
+    pages = slots.allocate(9)
+    found: list[Any] = [slots.capacity_pages]
+    if group.rank == 2:
+        ready["slots"] = 4
+    found.append(slots.resize(20).tolist())
+    found.append(slots.capacity_pages)
+    found.append(slots.free(pages[:6]).size)
+    found.append(slots.resize(20).tolist())
+    ready["slots"] = 20
+    found.append(slots.resize(12).tolist())
+    found.append(slots.capacity_pages)
+    try:
+        slots.allocate(11)
+    except CapacityError as error:
+        found.append(str(error))
+    found.append(np.sort(slots.allocate(9)).tolist())
+    return found

@@ -8,12 +8,14 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rank_work
 from rank_helpers import run_ranks, values
 
 from kvtransfer.group import RankGroup
-from kvtransfer.kernels.errors import ConfigError, RankError
+from kvtransfer.kernels.errors import CapacityError, ConfigError, RankError
+from kvtransfer.rank_slots import RankSlots
 from kvtransfer.topology import Topology
 
 SHAPES = {1: Topology(), 2: Topology(tp=2), 3: Topology(cp=3), 4: Topology(tp=2, pp=2), 6: Topology(tp=3, cp=2)}
@@ -161,6 +163,50 @@ def test_a_stage_that_is_lost_is_named(how: str, expected: dict[int, Any], tmp_p
 def test_tiers_that_grow(tmp_path: Path) -> None:
     found = values(run_ranks(Topology(pp=2), rank_work.growing, tmp_path))
     assert found[0] == found[1] == [20, 4, -1, -1, 4, 12]  # 4, 7 and 10 slots are ready on the slower one, then all
+
+
+@pytest.mark.parametrize("failing", [None, 1])
+@pytest.mark.parametrize(
+    ("shape", "slots"), [(Topology(tp=2), [20]), (Topology(tp=2, pp=2), [20, 27]), (Topology(pp=3), [25, 20, 22])]
+)
+def test_slots_follow_the_size_on_all_ranks(
+    shape: Topology, slots: list[int], failing: int | None, tmp_path: Path
+) -> None:
+    seed = int(np.random.default_rng().integers(1 << 30))
+    found = values(run_ranks(shape, rank_work.resizing, tmp_path, seed, 150, slots, failing))
+    assert len(set(found)) == 1, (seed, found)  # the same decisions, in as many rounds
+
+
+def test_slots_follow_the_smallest_rank(tmp_path: Path) -> None:
+    found = values(run_ranks(Topology(tp=2, pp=2), rank_work.smallest, tmp_path))
+    assert found[0] == found[1] == found[2] == found[3]
+    capacity, beyond, shrunk, freed, left, grown, more, refused, pages = found[0]
+    assert (capacity, shrunk, freed, more) == (9, 4, 6, 12) and set(range(4, 9)) <= set(beyond) and grown == []
+    assert set(left) <= {6, 7, 8} and "expected 11 free pages on every rank, got 9" in refused
+    assert len(pages) == 9 and max(pages) < 12
+
+
+def test_bad_sizes_and_ranks_that_can_not_say() -> None:
+    def ready() -> int:
+        if broken:
+            raise OSError("no answer")
+        return 8
+
+    broken = False
+    with RankGroup(Topology()) as group:
+        slots = RankSlots(group, 8, ready=ready)
+        with pytest.raises(ConfigError, match="at least 1, got 0"):
+            slots.resize(0)
+        pages = slots.allocate(8)
+        assert slots.resize(5).tolist() == [5, 6, 7] == sorted(pages.tolist())[5:]
+        broken, rounds = True, group.all.rounds
+        with pytest.raises(CapacityError, match="rank 0 failed: OSError: no answer; resize again"):
+            slots.resize(2)
+        assert group.all.rounds == rounds + 2 and slots.capacity_pages == 5
+        broken = False
+        slots.free([5, 6, 7])
+        assert slots.resize(5).size == 0 and slots.resize(100).size == 0 and slots.capacity_pages == 8
+        assert len(slots.allocate(3)) == 3
 
 
 def test_nothing_of_cuda_is_touched(tmp_path: Path) -> None:
