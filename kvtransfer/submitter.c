@@ -14,7 +14,7 @@
 enum { NONE, WAIT, RECORD, PACE, PAGES, LAUNCH, CHUNK, COPY, ZERO };
 enum { MADE, QUEUED, RUNNING, ENDED };
 enum { NOT_READY = 600, OUT_OF_MEMORY = 2, INVALID_VALUE = 1 }; /* CUresult */
-enum { NAP_NS = 20000 };
+enum { NAP_NS = 20000, SPIN_NS = 100000 };
 
 typedef struct {
   uint64_t batch_version;
@@ -229,15 +229,21 @@ void kvt_close(void *worker) {
   free(w->dst), free(w->src), free(w->sizes), free(w);
 }
 
-/* Holds its caller (without the GIL) until progress reaches `wanted`, the job has ended, or the time is up. */
-void kvt_await(const job_t *job, uint32_t wanted, uint64_t most_ns) {
-  struct timespec nap = {0, NAP_NS}, now;
+static uint64_t now_ns(void) {
+  struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  uint64_t end = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec + most_ns;
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Holds its caller (without the GIL) until progress reaches `wanted`, the job has ended, or the time is up. A chunk takes
+ * about as long to submit as a nap takes to end, and the caller has a forward to launch: it spins first. */
+void kvt_await(const job_t *job, uint32_t wanted, uint64_t most_ns) {
+  struct timespec nap = {0, NAP_NS};
+  uint64_t begun = now_ns();
   while (__atomic_load_n(job->progress, __ATOMIC_ACQUIRE) < wanted &&
          __atomic_load_n(&job->state, __ATOMIC_ACQUIRE) != ENDED) {
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    if ((uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec >= end) return;
-    nanosleep(&nap, NULL);
+    uint64_t passed = now_ns() - begun;
+    if (passed >= most_ns) return;
+    if (passed >= SPIN_NS) nanosleep(&nap, NULL);
   }
 }
