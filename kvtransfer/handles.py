@@ -351,9 +351,8 @@ class TransferHandle:
             self._script = _Running(job, await_chunks, chunks)
             self._begun += [chunk for chunk, _ in chunks]
             if self.plan.layerwise and self._pool.device.type == "cuda":
-                self._short = ScriptWaits(
-                    job, [event for _, event in chunks], self.plan.chunks_until, self._pool.device
-                )
+                events = [event for _, event in chunks if isinstance(event, torch.cuda.Event)]
+                self._short = ScriptWaits(job, events, self.plan.chunks_until, self._pool.device)
             if self._cancelled:
                 job.stop()
             self._changed.notify_all()
