@@ -43,7 +43,7 @@ typedef struct {
   const piece_t *pieces;
   uint64_t num_pieces;
   const uint64_t *cuts; /* ascending host addresses that no copy may span */
-  uint64_t num_cuts, load, any_order;
+  uint64_t num_cuts, load, any_order, most; /* most: descriptors a driver call; 0: all at once */
 } pages_t;
 
 typedef struct job {
@@ -116,11 +116,17 @@ static int copy_pages(worker_t *w, const pages_t *p, void *stream) {
   void *attributes = p->any_order ? d->any_order_attributes : d->attributes;
   int code = reserve(w, p->count * p->num_pieces);
   if (code) return code;
-  uint64_t n = describe(w, p);
-  if (n == 0) return 0;
-  if (d->batch_version == 12080)
-    return ((batch_12080_t)d->batch)(w->dst, w->src, w->sizes, n, attributes, &first, 1, &failed, stream);
-  return ((batch_13000_t)d->batch)(w->dst, w->src, w->sizes, n, attributes, &first, 1, stream);
+  uint64_t n = describe(w, p), step = p->most ? p->most : n;
+  for (uint64_t at = 0; at < n && !code; at += step) {
+    uint64_t count = n - at < step ? n - at : step;
+    uint64_t *dst = w->dst + at, *src = w->src + at;
+    size_t *sizes = w->sizes + at;
+    if (d->batch_version == 12080)
+      code = ((batch_12080_t)d->batch)(dst, src, sizes, count, attributes, &first, 1, &failed, stream);
+    else
+      code = ((batch_13000_t)d->batch)(dst, src, sizes, count, attributes, &first, 1, stream);
+  }
+  return code;
 }
 
 /* Until the event has passed, or the job is to stop: keeps the queues short, so that there is something to stop. */
