@@ -27,16 +27,16 @@ STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
 GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
-# What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. What 21 loads beside
-# forwards took on an H200, in six patterns and four sizes, fits 1.4 to 2.0 us where one alone took 1.4.
+# What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. What 21 loads took
+# beside forwards on an H200, in six patterns and four sizes, fits 1.4 to 2.0 us where one alone took 1.4.
 BESIDE_LAUNCHES_US = 0.4
 # Of the engine's thread, on a path that is submitted call by call: for a piece, besides the driver; and for a chunk,
 # with its digests' launch, its events and its waits (H200: 37 chunks of one copy took 17.2 ms, 55 took 26.0).
 PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
-# While its load runs a forward is launched more slowly than alone (H200: its kernels take the same time, the thread that
-# launches them 5 to 25 % more). Groups are cut for both.
+# While its load runs a forward is launched more slowly than alone (H200: its kernels take the same time, the thread
+# that launches them 5 to 25 % more). Groups are cut for both.
 SLOWED = 1.1
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
