@@ -48,9 +48,10 @@ class Resizing(Answers):
         """Free the slots that are to go, as far as that can be begun now."""
         if book.sizing is None or not book.extents.leaving or book.relocations:
             return
-        over = sum(local.size for _, local in self._outside(book)) - book.extents.free_slots - book.leaving
-        if over > 0:
-            self._evict(book, over)
+        for spare in (True, False):  # what a policy would keep for ever must fit, too
+            over = sum(local.size for _, local in self._outside(book)) - book.extents.free_slots - book.leaving
+            if over > 0:
+                self._evict(book, over, spare=spare)
         for node, local in self._outside(book):
             for at in range(0, local.size, BATCH_PAGES):
                 self._relocate(book, node, local[at : at + min(BATCH_PAGES, book.extents.free_slots)] + node.start)

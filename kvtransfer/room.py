@@ -72,14 +72,14 @@ class Room(ABC):
                 break  # what went from slots that are to go made no room: look for more
         return max(0, min(wanted, book.free))
 
-    def _evict(self, book: Book, wanted: int, own: Node | None = None) -> Ids:
-        """Give up to ``wanted`` pages up, in the order of the tier's policy. The slots (or device pages) that are free
-        now; for others commands have been given out."""
+    def _evict(self, book: Book, wanted: int, own: Node | None = None, *, spare: bool = True) -> Ids:
+        """Give up to ``wanted`` pages up, in the order of the tier's policy (``spare``: see `Victims.walk`). The slots
+        (or device pages) that are free now; for others commands have been given out."""
         freed: list[Ids] = []
         path = set(self._index.path(own)) if own is not None else set()
         now = self._index.clock()
         book.barred = {node: until for node, until in book.barred.items() if until > now}
-        with closing(book.victims.walk(now)) as walk:
+        with closing(book.victims.walk(now, spare=spare)) as walk:
             for node in walk:
                 if node in book.barred:
                     continue

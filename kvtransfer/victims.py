@@ -52,9 +52,10 @@ class Victims:
         if len(self._nodes) > self._sweep_at and self._ranking is None:
             self._sweep()
 
-    def walk(self, now: float) -> Generator[Node]:
+    def walk(self, now: float, *, spare: bool = True) -> Generator[Node]:
         """Candidates, the first to go first. The caller takes pages of each, or leaves it; a node that becomes a
-        candidate by that is walked too. Close the walk when done; one at a time."""
+        candidate by that is walked too. Close the walk when done; one at a time. ``spare=False``: also what the policy
+        would always keep (``keep_depth``)."""
         self._now = now
         heap = self._heap
         if not self.policy.static:
@@ -75,7 +76,7 @@ class Victims:
                     self._nodes[node] = None
                     heapq.heappush(heap, (current, next(self._serial), node))
                     continue
-                stays = self._must_stay(node, heap, left)
+                stays = spare and self._must_stay(node, heap, left)
                 left.append(node)
                 if not stays:
                     yield node

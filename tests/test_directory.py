@@ -770,6 +770,27 @@ def test_pages_that_cannot_be_moved_are_given_up(status: PageStatus) -> None:
     check_directory(directory)
 
 
+@pytest.mark.parametrize("policy", ["path_score", "lru"])
+@pytest.mark.parametrize("left", [9, 5, 3, 1])
+def test_a_tier_shrinks_below_what_its_policy_always_keeps(policy: str, left: int) -> None:
+    """A path of five nodes stays for ever, but not beyond the size of the tier: the resize would never be done."""
+    now = [0.0]
+    directory = Directory(1, [TierPlan("host", "slots", 14, 14, policy)], clock=lambda: now[0])
+    memory = Memory(1, slots=14)
+    tokens = list(range(14))
+    for n in (2, 4, 6, 8, 10, 12):  # nodes: something else branches off at each
+        directory.index.insert([*tokens[: n - 1], 99], Scope().name())
+    store(directory, memory, tokens)
+    job = directory.resize("host", left)
+    memory.drain(directory)
+    now[0] += 1000.0
+    directory.tick()
+    memory.drain(directory)
+    assert job.done and job.statuses == [GOOD]
+    assert hit_of(directory, tokens) == (left, {"host": left})
+    check_directory(directory)
+
+
 def test_a_shrinking_tier_writes_back_what_it_gives_up() -> None:
     directory, memory = make(TierPlan("host", capacity_pages=8), TierPlan("disk", "keys", 100, write="write_back"))
     tokens = list(range(16))
