@@ -106,7 +106,12 @@ def test_a_tier_that_holds_the_memory_is_detached_later(bench: Bench, verb: str,
         )
         with pytest.raises(ConfigError, match="'far', which is not detached yet; call detach again"):
             bench.mover.attach("far", tier)
-    tier.release()
+
+    def answered() -> bool:
+        tier.release()  # (the call may be yet to come to its stall)
+        return command.id in bench.acks
+
+    until(answered, "an answer")
     assert len(bench.answer(command)) == 4  # once: the fixture looks
     bench.mover.detach("far", timeout_s=LIMIT_S)
     assert tier.parts == 0 and tier.calls_of["unregister"] == tier.calls_of["register"] == parts
