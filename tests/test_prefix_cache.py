@@ -246,7 +246,7 @@ def test_two_tiers_that_fail_half_way(family: str, kind: Kind) -> None:
                 assert [tokens] == [want], f"{len(row)} tokens, {cached} cached"
                 hits, whole = hits + cached, whole + usable(len(row))
         assert 0 < hits < whole, "no fault was met" if hits else "nothing was loaded"
-        assert [name for name, tier in tiers.items() if not tier.faults_struck] == []
+        assert [(name, tier.calls("get")) for name, tier in tiers.items() if not tier.faults_struck] == []
     for tier in tiers.values():
         tier.close()
 
@@ -415,10 +415,11 @@ def check_real_model(count: int, folder: Path) -> None:
             prefixes.tiers.flush("host")
             if failing == "far":
                 prefixes.tiers.flush("near")  # so that the other one is read
-            tiers[failing].add(Fault("death", verb="get", call=tiers[failing].calls("get") + count // 2))
+            # Of the prompts less than half need a call: what begins as the one before is there by then.
+            tiers[failing].add(Fault("death", verb="get", call=tiers[failing].calls("get") + max(1, count // 8)))
             for row, want in zip(real.rows, expected, strict=True):
                 assert ask(prefixes, model, [row])[0] == want, f"while {failing} fails"
-        assert [name for name, tier in tiers.items() if not tier.faults_struck] == []
+        assert [(name, tier.calls("get")) for name, tier in tiers.items() if not tier.faults_struck] == []
     for tier in tiers.values():
         tier.close()
 
