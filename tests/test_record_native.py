@@ -14,6 +14,7 @@ from kernel_helpers import fresh_generator
 import kvtransfer.tiers.record_native as record_native
 from kvtransfer.kernels.native import build
 from kvtransfer.tiers.base import RecordBuffer
+from kvtransfer.tiers.bounce import Bounce
 from kvtransfer.tiers.keys import Shard
 from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.record import BLOCK_BYTES, RecordHeader, padded_bytes, payload_checksum
@@ -134,6 +135,36 @@ def test_parts_of_memory_that_may_not_be_written() -> None:
     with pytest.raises(IndexError, match="expected records 1 to 1, got 1"):
         after.addresses(1, 1)
     assert after.only([]).where.shape == (0, 2)
+
+
+def test_records_there_and_back_as_one_piece(tools: RecordTools) -> None:
+    """Packed one behind the other; back in their places in any order, checked there, and nothing beside them."""
+    rng = fresh_generator()
+    records = [sealed(rng, 5000) for _ in range(9)]
+    keys, buffers = [key for key, _ in records], [buffer for _, buffer in records]
+    each = 8192 + BLOCK_BYTES
+    bounce = Bounce(10 * each, tools)
+    bounce.memory[:] = 7
+    places = bounce.pack(Parts.of(buffers), each)
+    images = [buffer.payload.tobytes() + buffer.trailer.tobytes() for buffer in buffers]
+    assert bounce.memory.tobytes() == b"".join(images) + bytes([7] * each)
+    assert places == bounce.places(9, each) and bounce.fits(each) == 10
+    with pytest.raises(ValueError, match="at most 10 records"):
+        bounce.places(11, each)
+    bounce.memory[3 * each + 4999] ^= 1
+    order = rng.permutation(9).tolist()
+    memory = rng.integers(0, 256, (9, 2 * each), dtype=np.uint8)
+    kept = memory.copy()
+    targets = [RecordBuffer(row[100 : 100 + 8192], row[9000 : 9000 + BLOCK_BYTES]) for row in memory]
+    good = bounce.unpack([places[i] for i in order], [keys[i] for i in order], Parts.of(targets))
+    assert list(good) == [i != 3 for i in order]
+    for i, target in zip(order, targets, strict=True):
+        if i != 3:
+            assert target.payload.tobytes() + target.trailer.tobytes() == images[i]
+        target.payload[:], target.trailer[:] = 0, 0
+    kept[:, 100 : 100 + 8192], kept[:, 9000 : 9000 + BLOCK_BYTES] = 0, 0
+    assert (memory == kept).all()
+    assert bounce.unpack([], [], Parts.of([])) == b""
 
 
 def test_without_a_compiler_python_does_it(tmp_path: Path) -> None:

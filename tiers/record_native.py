@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
+from array import array
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.native import build
@@ -23,9 +25,13 @@ class RecordTools:
     """The functions of ``records.c``, from ``library``."""
 
     def __init__(self, library: Path) -> None:
-        self._giving, self._keeping = (
-            _function(loaded) for loaded in (ctypes.CDLL(str(library)), ctypes.PyDLL(str(library)))
-        )
+        giving, keeping = ctypes.CDLL(str(library)), ctypes.PyDLL(str(library))  # the interpreter lock
+        pointer, number, image = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
+        check = number, image, pointer, pointer, image, number, number, ctypes.c_int, pointer
+        self._giving = _function(giving, "kvt_records", *check)
+        self._keeping = _function(keeping, "kvt_records", *check)
+        self._pack = _function(giving, "kvt_pack", number, pointer, pointer, pointer, number)
+        self._unpack = _function(giving, "kvt_unpack", number, pointer, image, pointer, pointer, image, pointer)
 
     @property
     def address(self) -> int:
@@ -65,14 +71,26 @@ class RecordTools:
             )  # fmt: skip
         return out.raw
 
+    def pack(self, parts: Parts, to: int, stride: int) -> None:
+        """Copy each record, payload and trailer behind it, to ``to`` and every ``stride`` bytes from there. Gives the
+        interpreter lock away."""
+        count = len(parts.where)
+        self._pack(count, *parts.addresses(0, count), to, stride)
 
-def _function(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
-    found = library.kvt_records
-    pointer, number = ctypes.c_void_p, ctypes.c_uint64
-    found.argtypes = [
-        number, ctypes.c_char_p, pointer, pointer, ctypes.c_char_p, number, number, ctypes.c_int, pointer,
-    ]  # fmt: skip
-    found.restype = None
+    def unpack(self, places: Sequence[int], keys: Sequence[bytes], parts: Parts) -> bytes:
+        """Copy records from the addresses ``places``, where each lies as one piece, to ``parts``; then `good` of them,
+        whole. Gives the interpreter lock away."""
+        count, joined = len(places), b"".join(keys)
+        where, sizes = parts.addresses(0, count)
+        assert len(joined) == 32 * count == 32 * len(parts.where)
+        out, sources = ctypes.create_string_buffer(count), array("Q", places)
+        self._unpack(count, sources.buffer_info()[0], joined, where, sizes, START, out)
+        return out.raw
+
+
+def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
+    found = getattr(library, name)
+    found.argtypes, found.restype = arguments, None
     return found
 
 

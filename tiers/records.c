@@ -145,3 +145,24 @@ void kvt_records(uint64_t n, const uint8_t *keys, const uint64_t (*where)[2], co
     good[i] = !whole || (size >= SHORTEST && xxh3((const uint8_t *)where[i][0], size) == checksum);
   }
 }
+
+/* --- records as one piece */
+
+/* Copy n records to `to`, each payload and trailer behind it, one every `stride` bytes. */
+void kvt_pack(uint64_t n, const uint64_t (*where)[2], const uint64_t (*sizes)[2], uint8_t *to, uint64_t stride) {
+  for (uint64_t i = 0; i < n; ++i) {
+    memcpy(to + i * stride, (const void *)where[i][0], sizes[i][0]);
+    memcpy(to + i * stride + sizes[i][0], (const void *)where[i][1], sizes[i][1]);
+  }
+}
+
+/* Copy n records from where they lie as one piece, from[i], to where[i]; then good[i] as kvt_records says it of the copy. */
+void kvt_unpack(uint64_t n, const uint64_t *from, const uint8_t *keys, const uint64_t (*where)[2],
+                const uint64_t (*sizes)[2], const uint8_t *start, uint8_t *good) {
+  for (uint64_t i = 0; i < n; ++i) {
+    const uint8_t *record = (const uint8_t *)from[i];
+    memcpy((void *)where[i][0], record, sizes[i][0]);
+    memcpy((void *)where[i][1], record + sizes[i][0], sizes[i][1]);
+    kvt_records(1, keys + KEY * i, where + i, sizes + i, start, 0, 0, 1, good + i);
+  }
+}
