@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import redis
@@ -120,8 +121,9 @@ class RedisTier(WorkerTier):
 
         for first, answers in self._moved(ask, job):
             done = first + len(answers)
-            if set(answers) == {Got.WHOLE}:  # what most are
-                yield [Outcome(at, PageStatus.OK, None, sizes[at], True) for at in range(first, done)]
+            if answers.count(Got.WHOLE) == len(answers):  # what most are
+                ok, whole = repeat(PageStatus.OK), repeat(True)
+                yield list(map(Outcome, range(first, done), ok, repeat(None), sizes[first:done], whole))
             else:
                 yield [self._got(at, answer, sizes[at]) for at, answer in enumerate(answers, first)]
         yield [Outcome(at, PageStatus.CANCELLED) for at in range(done, len(job.keys))]

@@ -92,7 +92,7 @@ class RespSocket:
         while True:
             if asked - read <= window // 2 and asked < len(keys) and not stop():
                 more = keys[asked : read + window]
-                self._begin([b"".join([b"*2\r\n$3\r\nGET\r\n$%d\r\n%s\r\n" % (len(key), key) for key in more])])
+                self._begin([_gets(more)])
                 asked += len(more)
             if answers:
                 yield answers
@@ -319,6 +319,15 @@ def _window_and_burst(buffers: Sequence[RecordBuffer], burst_bytes: int) -> tupl
     record_bytes = sum(part.size for part in buffers[0]) if buffers else 1
     window = max(2, min(_WINDOW_PAGES, _WINDOW_BYTES // record_bytes))
     return window, max(1, min(window // 2, burst_bytes // record_bytes))
+
+
+def _gets(keys: Sequence[bytes]) -> bytes:
+    """A command for each key."""
+    heads = {length: b"*2\r\n$3\r\nGET\r\n$%d\r\n" % length for length in set(map(len, keys))}
+    if len(heads) == 1:  # what most are
+        (head,) = heads.values()
+        return head + (b"\r\n" + head).join(keys) + b"\r\n"
+    return b"".join([heads[len(key)] + key + b"\r\n" for key in keys])
 
 
 def _bulk(data: bytes) -> bytes:

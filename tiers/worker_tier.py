@@ -296,7 +296,7 @@ class WorkerTier(Tier, ABC):
                 for group in checked[verb](job):
                     answered()
                     known += [(job.positions[at], status, error) for at, status, error, *_ in group]
-                    moved_bytes += sum(outcome.moved_bytes for outcome in group)
+                    moved_bytes += sum([outcome.moved_bytes for outcome in group])
                     if len(known) >= _SETTLE_PAGES:
                         job.batch.settle_many(known, moved_bytes=moved_bytes)
                         known, moved_bytes = [], 0
@@ -312,14 +312,17 @@ class WorkerTier(Tier, ABC):
             raise
         finally:
             rest = PageStatus.CANCELLED if self._aborted else PageStatus.ERROR
-            settled = {position for position, _, _ in known}
-            known += [(p, rest, missing) for p in job.positions if p not in settled and job.batch.status_now(p) is None]
             job.batch.settle_many(known, moved_bytes=moved_bytes)
+            if silent := job.batch.unsettled(job.positions):
+                job.batch.settle_many([(p, rest, missing) for p in silent])
 
     def _get(self, job: Job) -> Iterator[list[Outcome]]:
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
         rotten: list[Outcome] = []
         for group in grouped(self.do_get(job)):
+            if all([outcome.checked for outcome in group]):  # what most are
+                yield group
+                continue
             told = group
             came = [outcome.at for outcome in group if outcome.status is PageStatus.OK and not outcome.checked]
             wrong = dict(zip(came, self._wrong(job, came), strict=True)) if came else {}
