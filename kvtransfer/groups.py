@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,9 +20,24 @@ _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 Groups = tuple[tuple[int, int], ...]
 SLACK = 0.01  # fewer groups are worth so much: each holds the GIL for a dozen driver calls
 
-GroupSeconds = Callable[[int, bool], tuple[float, float]]
-"""(bytes of a group a page, whether it is the first group) -> (seconds on the copy lane, seconds from there until its
-layers can be used)."""
+
+class GroupTimes(NamedTuple):
+    """Seconds of one layer group.
+
+    submit  of the CPU, which works ahead of the link
+    copy    on the link
+    last    on the link, of the part that is submitted last: nothing of it can have been copied before
+    lag     from the copy's end until its layers can be used
+    """
+
+    submit: float
+    copy: float
+    last: float
+    lag: float
+
+
+GroupSeconds = Callable[[int, bool], GroupTimes]
+"""(bytes of a group a page, whether it is the first group) -> its times."""
 
 
 def layer_groups(
@@ -30,20 +47,30 @@ def layer_groups(
     ramp = list(range(1, most))
     while (up + down) * sum(ramp) > num_layers:
         ramp.pop()
-    middle = num_layers - (up + down) * sum(ramp)
+    return _cut(num_layers, most, ramp if up else [], ramp[::-1] if down else [])
+
+
+def _cut(num_layers: int, most: int, up: list[int], down: list[int]) -> list[tuple[int, int]]:
+    """Groups of sizes ``up``, then of ``most`` layers, then ``down``."""
+    middle = num_layers - sum(up) - sum(down)
     rest = [middle % most] if middle % most else []
-    sizes = [*(ramp if up else []), *[most] * (middle // most), *rest, *(ramp[::-1] if down else [])]
-    stops = np.cumsum(sizes).tolist()
+    stops = np.cumsum([*up, *[most] * (middle // most), *rest, *down]).tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 
 @lru_cache(maxsize=64)
 def patterns(num_layers: int) -> tuple[Groups, ...]:
-    """What `best_groups` tries: even groups and ramps up, down and both, of several sizes; fewest groups first."""
+    """What `best_groups` tries: even groups, and ramps that grow by one layer or double, up, down and both, of several
+    sizes; fewest groups first."""
     found: dict[Groups, None] = {}
     for most in (*(n for n in _SIZES if n < num_layers), num_layers):
-        for up, down in ((False, False), (True, False), (False, True), (True, True)):
+        for up, down in product((False, True), repeat=2):
             found[tuple(layer_groups(num_layers, most, up=up, down=down))] = None
+        doubled = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+        for first in ([], list(range(1, most)), doubled):
+            for last in ([], doubled[::-1]):
+                if sum(first) + sum(last) <= num_layers:
+                    found[tuple(_cut(num_layers, most, first, last))] = None
     return tuple(sorted(found, key=len))
 
 
@@ -52,11 +79,12 @@ def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, laye
 
     ``ends`` are the bytes of a page up to the end of each layer, beginning with 0.
     """
-    lane = arrived = done = 0.0
+    cpu = lane = arrived = done = 0.0
     for start, stop in groups:
-        copy, lag = group_s(ends[stop] - ends[start], start == 0)
-        lane += copy
-        arrived = lane + lag
+        times = group_s(ends[stop] - ends[start], start == 0)
+        cpu += times.submit
+        lane = max(lane + times.copy, cpu + times.last)
+        arrived = lane + times.lag
         done = max(done, arrived) + (stop - start) * layer_s
     return arrived, done
 

@@ -90,6 +90,14 @@ class Plan:
         return tuple(counts.tolist())
 
     @cached_property
+    def chunks_until(self) -> tuple[int, ...]:
+        """Of each layer: how many chunks, from the first on, must be submitted before all of it is."""
+        until = np.zeros(len(self.chunks_a_layer), dtype=np.int64)
+        for number, chunk in enumerate(self.chunks, 1):
+            until[chunk.box.layer_start : chunk.box.layer_stop] = number
+        return tuple(until.tolist())
+
+    @cached_property
     def rejected(self) -> tuple[tuple[str, str], ...]:
         """(path, why not) of the other paths, the runner-up first."""
         barred = dict(self.barred)

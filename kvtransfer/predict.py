@@ -16,7 +16,7 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.groups import Groups, best_groups, layer_groups, layers_done
+from kvtransfer.groups import Groups, GroupTimes, best_groups, layer_groups, layers_done
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.ids import id_tools
@@ -27,17 +27,17 @@ STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
 GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
-# What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. On an H200 it took
-# 1.8 us where one alone took 0.5, and 3.6 where (on the same machine, in a worse hour) one alone took 2.3.
-BESIDE_LAUNCHES_US = 1.3
+# What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. What 21 loads took
+# beside forwards on an H200, in six patterns and four sizes, fits 1.4 to 2.0 us where one alone took 1.4.
+BESIDE_LAUNCHES_US = 0.4
 # Of the engine's thread, on a path that is submitted call by call: for a piece, besides the driver; and for a chunk,
 # with its digests' launch, its events and its waits (H200: 37 chunks of one copy took 17.2 ms, 55 took 26.0).
 PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
-# While its load runs a forward is slower than alone, by 20 to 35 % (H200, 512 to 2,048 new tokens, staged and mapped
-# alike): its kernels wait for SMs and their launches for the link. Groups are cut for both.
-SLOWED = 1.3
+# While its load runs a forward is launched more slowly than alone (H200: its kernels take the same time, the thread
+# that launches them 5 to 25 % more). Groups are cut for both.
+SLOWED = 1.1
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -227,17 +227,20 @@ class Terrain:
             )
         return self._groups[about, near]
 
-    def _group_s(self, page_bytes: int, pages: int, first: bool) -> tuple[float, float]:
-        """(seconds on the copy lane, seconds from there until it can be used) of one layer group.
+    def _group_s(self, page_bytes: int, pages: int, first: bool) -> GroupTimes:
+        """Times of one layer group.
 
         While the ``first`` is submitted the forward waits for it, and does not want the driver's lock.
         """
         total = page_bytes * pages
         beside = 0.0 if first else BESIDE_LAUNCHES_US
-        cpu = GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6
+        copy = self.link_s("staged", page_bytes, pages)
         last = min(total, self.slot_bytes)
-        return max(self.link_s("staged", page_bytes, pages), cpu), (
-            last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6
+        return GroupTimes(
+            GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
+            copy,
+            copy * last / total,
+            last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
         )
 
 

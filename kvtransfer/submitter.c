@@ -14,7 +14,7 @@
 enum { NONE, WAIT, RECORD, PACE, PAGES, LAUNCH, CHUNK, COPY, ZERO };
 enum { MADE, QUEUED, RUNNING, ENDED };
 enum { NOT_READY = 600, OUT_OF_MEMORY = 2, INVALID_VALUE = 1 }; /* CUresult */
-enum { NAP_NS = 20000 };
+enum { NAP_NS = 20000, SPIN_NS = 100000 };
 
 typedef struct {
   uint64_t batch_version;
@@ -43,7 +43,7 @@ typedef struct {
   const piece_t *pieces;
   uint64_t num_pieces;
   const uint64_t *cuts; /* ascending host addresses that no copy may span */
-  uint64_t num_cuts, load, any_order;
+  uint64_t num_cuts, load, any_order, most; /* most: descriptors a driver call; 0: all at once */
 } pages_t;
 
 typedef struct job {
@@ -116,11 +116,17 @@ static int copy_pages(worker_t *w, const pages_t *p, void *stream) {
   void *attributes = p->any_order ? d->any_order_attributes : d->attributes;
   int code = reserve(w, p->count * p->num_pieces);
   if (code) return code;
-  uint64_t n = describe(w, p);
-  if (n == 0) return 0;
-  if (d->batch_version == 12080)
-    return ((batch_12080_t)d->batch)(w->dst, w->src, w->sizes, n, attributes, &first, 1, &failed, stream);
-  return ((batch_13000_t)d->batch)(w->dst, w->src, w->sizes, n, attributes, &first, 1, stream);
+  uint64_t n = describe(w, p), step = p->most ? p->most : n;
+  for (uint64_t at = 0; at < n && !code; at += step) {
+    uint64_t count = n - at < step ? n - at : step;
+    uint64_t *dst = w->dst + at, *src = w->src + at;
+    size_t *sizes = w->sizes + at;
+    if (d->batch_version == 12080)
+      code = ((batch_12080_t)d->batch)(dst, src, sizes, count, attributes, &first, 1, &failed, stream);
+    else
+      code = ((batch_13000_t)d->batch)(dst, src, sizes, count, attributes, &first, 1, stream);
+  }
+  return code;
 }
 
 /* Until the event has passed, or the job is to stop: keeps the queues short, so that there is something to stop. */
@@ -229,15 +235,21 @@ void kvt_close(void *worker) {
   free(w->dst), free(w->src), free(w->sizes), free(w);
 }
 
-/* Holds its caller (without the GIL) until progress reaches `wanted`, the job has ended, or the time is up. */
-void kvt_await(const job_t *job, uint32_t wanted, uint64_t most_ns) {
-  struct timespec nap = {0, NAP_NS}, now;
+static uint64_t now_ns(void) {
+  struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
-  uint64_t end = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec + most_ns;
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Holds its caller (without the GIL) until progress reaches `wanted`, the job has ended, or the time is up. A chunk takes
+ * about as long to submit as a nap takes to end, and the caller has a forward to launch: it spins first. */
+void kvt_await(const job_t *job, uint32_t wanted, uint64_t most_ns) {
+  struct timespec nap = {0, NAP_NS};
+  uint64_t begun = now_ns();
   while (__atomic_load_n(job->progress, __ATOMIC_ACQUIRE) < wanted &&
          __atomic_load_n(&job->state, __ATOMIC_ACQUIRE) != ENDED) {
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    if ((uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec >= end) return;
-    nanosleep(&nap, NULL);
+    uint64_t passed = now_ns() - begun;
+    if (passed >= most_ns) return;
+    if (passed >= SPIN_NS) nanosleep(&nap, NULL);
   }
 }

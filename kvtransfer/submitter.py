@@ -31,7 +31,7 @@ COMMAND_NAMES = ("none", "wait", "record", "pace", "copy of pages", "launch", "c
 COMMAND_WORDS = 8
 # What PAGES points to: `pages_t` of submitter.c, one word each.
 PAGES_WORDS = ("ids", "first", "count", "host", "host_stride", "ring", "ring_stride", "pieces", "num_pieces", "cuts",
-               "num_cuts", "load", "any_order")  # fmt: skip
+               "num_cuts", "load", "any_order", "most")  # fmt: skip
 _MADE, _QUEUED, _RUNNING, _ENDED = range(4)
 LONGEST_LOOK_NS = 5_000_000  # without the GIL, before a waiter looks again whether its transfer failed
 

@@ -73,10 +73,10 @@ def test_a_model_that_differs_is_found_out() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-@pytest.mark.skipif("KVTRANSFER_TRACE" not in os.environ, reason="KVTRANSFER_TRACE names no trace")
+@pytest.mark.skipif("REPLAY_TRACE" not in os.environ, reason="REPLAY_TRACE names no trace")
 @pytest.mark.parametrize("page_size", [512, 16])
 def test_hits_of_a_whole_trace_are_those_of_the_model(page_size: int) -> None:
-    requests = list(read(Path(os.environ["KVTRANSFER_TRACE"])))
+    requests = list(read(Path(os.environ["REPLAY_TRACE"])))
     for room in (3_000_000 // page_size, None):
         everything = sum(r.input_tokens // page_size for r in requests)
         assert replay(requests, page_size, room or everything, model=ExactLru(page_size, room)).exact is True

@@ -9,7 +9,7 @@ from typing import Any
 import bench_prefix
 import pytest
 import torch
-from bench_prefix import SHAPES, Prefixed, measure
+from bench_prefix import SHAPES, Prefixed, Task, measure
 
 from kvtransfer.integrations.prefix_cache import PrefixCache
 from kvtransfer.integrations.prefix_run import PrefixRun
@@ -44,7 +44,8 @@ def test_a_wrong_byte_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(PrefixCache, "forward", flipped)
     with torch.no_grad():
-        work = Prefixed(SHAPES["small"], torch.device("cpu"), 16, 0)
+        cpu = torch.device("cpu")
+        work = Prefixed(Task.random(SHAPES["small"], cpu, 0), cpu, 16)
         try:
             result = measure(work, "small", 1, lambda _: None)
         finally:

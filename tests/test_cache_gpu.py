@@ -14,7 +14,7 @@ import torch
 from cache_trace import Day, Worker, command
 
 ROOT = Path(__file__).resolve().parent.parent
-TRACE = os.environ.get("KVTRANSFER_TRACE", "")  # a file of requests
+TRACE = os.environ.get("REPLAY_TRACE", "")  # a file of requests
 
 
 def served(day: Day, limit_s: float) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def test_a_day_in_small_on_the_cpu(tmp_path: Path) -> None:
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("layout", ["vllm.LBNHC", "sglang.layer_first"])
 def test_a_thousand_requests_on_the_gpu(tmp_path: Path, layout: str) -> None:
-    """Pages of 256 KiB over 8 layers; requests of the trace that KVTRANSFER_TRACE names, else made up in its shape."""
+    """Pages of 256 KiB over 8 layers; requests of the trace that REPLAY_TRACE names, else made up in its shape."""
     day = Day(
         str(tmp_path),
         "cuda",

@@ -37,8 +37,11 @@ class Steps(RuleBasedStateMachine):
     form: Form = "one process"
     rig: Rig
 
-    def start(self, **more: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.folder = tempfile.TemporaryDirectory()
+
+    def start(self, **more: Any) -> None:
         self.rig = Rig(self.form, Path(self.folder.name), pages=96, **more)
         self.scopes = (self.rig.recipe.space, Scope(bytes(32), b"another"))
 
@@ -58,12 +61,12 @@ class Steps(RuleBasedStateMachine):
         return pages
 
     def teardown(self) -> None:
-        if hasattr(self, "rig"):
-            try:
-                self.end()
-            finally:
-                self.rig.close()
-                self.folder.cleanup()
+        with self.folder:
+            if hasattr(self, "rig"):
+                try:
+                    self.end()
+                finally:
+                    self.rig.close()
 
     def end(self) -> None:
         self.rig.check()
@@ -105,10 +108,9 @@ class FaultySteps(Steps):
     @initialize(data=st.data())
     def begin(self, data: st.DataObject) -> None:
         write = st.sampled_from(["write_through", "write_through", "write_back", "write_through_selective"])
-        folder = tempfile.mkdtemp()
         lower: dict[str, Any] = {"far": MEMORY}
         if data.draw(st.booleans()):
-            lower = {"disk": disk(Path(folder), data.draw(st.sampled_from([6, 40]))), **lower}
+            lower = {"disk": disk(Path(self.folder.name), data.draw(st.sampled_from([6, 40]))), **lower}
         self.start(
             slots=data.draw(st.sampled_from([4, 9, 30])),
             lower=lower,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -259,14 +260,18 @@ def test_a_late_load_is_waited_for() -> None:
 
 def test_without_the_wait_the_bytes_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: the same run with the wait taken out reads what is not there yet."""
-    rig = slow_rig()
+    gate = threading.Event()
+    gate.set()
+    rig = make_rig("llama", delays=Delays(lambda label: gate))
     ids = prompt(PROMPT_TOKENS)
     stored_prefix(rig, ids, 37)
     _, _, own_scores = own_run(rig, ids, 37)
+    gate.clear()
     cache = rig.cache()
     handle = cache.load(rig.engine, rig.slots, tokens=37, prompt_tokens=PROMPT_TOKENS)
     monkeypatch.setattr(PagedCache, "wait_layer", lambda self, layer: None)
     _, scores = generate(rig, cache, ids)
+    gate.set()
     assert not torch.equal(scores, own_scores)
     assert handle is not None
     handle.result()

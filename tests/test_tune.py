@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from kvtransfer.groups import best_groups, layer_groups, layers_done, patterns
+from kvtransfer.groups import GroupTimes, best_groups, layer_groups, layers_done, patterns
 from kvtransfer.link import DIRECTIONS, LinkProfile, ProfileKey, decode_profile, encode_profile
 from kvtransfer.meter import CpuMeter, CudaMeter, random_order
 from kvtransfer.tune import CTAS, GEMM_SHARE, MAPPED_CTAS, Runner, measure
@@ -169,17 +169,25 @@ def test_patterns_cover_all_layers() -> None:
 
 
 def test_layers_done_by_hand() -> None:
-    """Groups of 1 and 2 layers of 10 bytes: 10 ms and 20 ms on the lane, 1 ms until usable, layers of 5 ms."""
-    seconds = {10: (10.0, 1.0), 20: (20.0, 1.0)}
-    arrived, done = layers_done(((0, 1), (1, 3)), [0, 10, 20, 30], lambda nbytes, first: seconds[nbytes], 5.0)
-    assert arrived == 31.0 and done == 31.0 + 10.0
+    """Groups of 1 and 2 layers of 10 bytes: 10 ms and 20 ms on the link, 1 ms until usable, layers of 5 ms."""
+    ends, groups = [0, 10, 20, 30], ((0, 1), (1, 3))
+    seconds = {10: GroupTimes(2.0, 10.0, 10.0, 1.0), 20: GroupTimes(3.0, 20.0, 10.0, 1.0)}
+    arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], 5.0)
+    assert arrived == 2.0 + 31.0 and done == 2.0 + 31.0 + 10.0
+    seconds = {10: GroupTimes(20.0, 10.0, 10.0, 1.0), 20: GroupTimes(40.0, 20.0, 10.0, 1.0)}  # the CPU is slower
+    arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], 5.0)
+    assert arrived == 20.0 + 40.0 + 10.0 + 1.0 and done == 71.0 + 10.0
+
+
+def on_the_link(copy: float, submit: float = 0.0) -> GroupTimes:
+    return GroupTimes(submit, copy, copy, 0.0)
 
 
 def test_groups_follow_the_compute() -> None:
     ends = [100 * i for i in range(33)]
 
-    def cost(nbytes: int, first: bool) -> tuple[float, float]:  # 1 s a layer, a tenth of that a group
-        return 0.1 + nbytes / 100, 0.0
+    def cost(nbytes: int, first: bool) -> GroupTimes:  # 1 s a layer, a tenth of that a group
+        return on_the_link(0.1 + nbytes / 100)
 
     fast = best_groups(ends, cost, [0.01], 1 << 30)
     slow = best_groups(ends, cost, [10.0], 1 << 30)
@@ -196,15 +204,25 @@ def test_groups_follow_the_compute() -> None:
 def test_a_first_group_that_costs_less_is_small() -> None:
     """Submitting what the forward waits for costs half: then the forward may begin early at no loss."""
     ends = [100 * i for i in range(33)]
-    groups = best_groups(ends, lambda nbytes, first: (max(nbytes / 100, 1.0 if first else 4.0), 0.0), [3.0], 1 << 30)
+    groups = best_groups(
+        ends, lambda nbytes, first: on_the_link(nbytes / 100, 1.0 if first else 2.0), [3.0], 1 << 30
+    )  # fmt: skip
     assert groups[0] == (0, 1) and groups[1][1] - groups[1][0] > 1
+
+
+def test_small_last_groups_are_submitted_ahead_of_the_link() -> None:
+    """Submitting a group takes as long as four layers on the link: larger ones leave time for a small one behind them,
+    and little is left to compute when all is there."""
+    ends = [100 * i for i in range(33)]
+    sizes = [b - a for a, b in best_groups(ends, lambda nbytes, first: on_the_link(nbytes / 100, 4.0), [0.3], 1 << 30)]
+    assert sizes[-1] < 4 < sizes[-2]
 
 
 def test_groups_fit_a_ring_slot() -> None:
     ends = [100 * i for i in range(33)]
-    groups = best_groups(ends, lambda nbytes, first: (1.0, 0.0), [1.0], 450)
+    groups = best_groups(ends, lambda nbytes, first: on_the_link(1.0), [1.0], 450)
     assert max(stop - start for start, stop in groups) <= 4
-    assert best_groups(ends, lambda nbytes, first: (1.0, 0.0), [1.0], 50) == tuple(layer_groups(32, 1))
+    assert best_groups(ends, lambda nbytes, first: on_the_link(1.0), [1.0], 50) == tuple(layer_groups(32, 1))
 
 
 # -- a real GPU --------------------------------------------------------------------------------------

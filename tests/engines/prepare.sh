@@ -21,6 +21,6 @@ base=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo "import site; site.addsitedir('$base')" >"$site/base.pth"
 [ ! -d "$here/stubs" ] || echo "$here/stubs" >>"$site/base.pth"
 
-install() { "$python" -m pip --python "$folder/bin/python" install -qq "$@"; }
+install() { "$python" -m pip --python "$folder/bin/python" install -qq --no-compile "$@"; }
 install --no-deps -r "$here/engine.txt"
 install -r "$here/needs.txt"
