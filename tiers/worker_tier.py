@@ -320,7 +320,7 @@ class WorkerTier(Tier, ABC):
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
         rotten: list[Outcome] = []
         for group in grouped(self.do_get(job)):
-            if all([outcome.checked for outcome in group]):  # what most are
+            if all(outcome.checked for outcome in group):  # what most are
                 yield group
                 continue
             told = group
