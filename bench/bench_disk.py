@@ -1,7 +1,12 @@
 """The disk tier against fio, beside a busy Python thread, and against its own bare I/O. Part of bench_tiers.py.
 
-The slabs are overwritten once before. Payload bytes count for the tier, all bytes for fio: random O_DIRECT, a record as
-block, the best of psync in 8 jobs, io_uring and libaio 32 deep. Runs alternate.
+The slabs are overwritten twice before. Payload bytes count for the tier, all bytes for fio: random O_DIRECT, a record
+as block, the best of psync in 8 jobs, io_uring and libaio 32 deep.
+
+A virtual disk changes its mind within seconds, by a factor of two. So the tier and its own bare I/O take turns in
+passes of half the pages, the same pages in the same order for both of a pair, each first as often; the share is the
+median of the pairs'. Both overwrite slots that were written before: bare I/O those in which the pages lie, the tier
+those that their removal, which is not timed, has freed.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -59,24 +64,28 @@ class Pages:
             yield [self.keys[i] for i in some], [self.buffers[i] for i in some]
 
 
+def passed(tier: DiskTier, pages: Pages, verb: str, order: Sequence[int]) -> float:
+    """GB/s of payload of one pass over the pages of ``order``, with `IN_FLIGHT` batches under way."""
+    if verb == "put":
+        tier.remove([pages.keys[i] for i in order]).result()  # at the first pass there is nothing to remove
+    handles: list[TierHandle] = []
+    started = time.perf_counter()
+    for keys, buffers in pages.batches(order):
+        if len(handles) >= IN_FLIGHT:
+            handles.pop(0).result().require()
+        handles.append(tier.put_from(keys, buffers) if verb == "put" else tier.get_into(keys, buffers))
+    for handle in handles:
+        handle.result().require()
+    return len(order) * pages.page_bytes / (time.perf_counter() - started) / 1e9
+
+
 def rate(tier: DiskTier, pages: Pages, verb: str, seconds: float, rng: np.random.Generator) -> float:
-    """GB/s of payload with `IN_FLIGHT` batches under way."""
-    moved, spent = 0, 0.0
+    """GB/s of passes over all pages, until so many seconds are over."""
+    spent, passes = 0.0, 0
     while spent < seconds:
-        if verb == "put":
-            tier.remove(pages.keys).result()
-        order = rng.permutation(pages.count).tolist()
-        handles: list[TierHandle] = []
-        started = time.perf_counter()
-        for keys, buffers in pages.batches(order):
-            if len(handles) >= IN_FLIGHT:
-                handles.pop(0).result().require()
-            handles.append(tier.put_from(keys, buffers) if verb == "put" else tier.get_into(keys, buffers))
-        for handle in handles:
-            handle.result().require()
-        spent += time.perf_counter() - started
-        moved += pages.count * pages.page_bytes
-    return moved / spent / 1e9
+        spent += pages.count * pages.page_bytes / 1e9 / passed(tier, pages, verb, rng.permutation(pages.count).tolist())
+        passes += 1
+    return passes * pages.count * pages.page_bytes / spent / 1e9
 
 
 class _Bare(Transfer):
@@ -97,30 +106,42 @@ class _Bare(Transfer):
                 self.over.set()
 
 
-def bare_rate(tier: DiskTier, pages: Pages, verb: str, seconds: float, rng: np.random.Generator) -> float:
-    """`rate` of the same records through the same engine, with journal, checksum and index left out."""
+def bare_passed(tier: DiskTier, pages: Pages, verb: str, order: Sequence[int]) -> float:
+    """`passed` of the same records through the same engine, with journal, checksum and index left out."""
     storage: Storage = tier._storage
     slots = tier._table.find(pages.keys)
-    moved, spent = 0, 0.0
-    while spent < seconds:
-        order = rng.permutation(pages.count).tolist()
-        under_way: list[_Bare] = []
+    under_way: list[_Bare] = []
+    started = time.perf_counter()
+    for at in range(0, len(order), BATCH_PAGES):
+        some = order[at : at + BATCH_PAGES]
+        files, offsets = tier._where([slots[i] for i in some])
+        if len(under_way) >= IN_FLIGHT:
+            under_way.pop(0).over.wait()
+        buffers = [pages.buffers[i] for i in some]
+        transfer = _Bare(write=verb == "put", files=files, offsets=np.array(offsets), buffers=buffers)
+        under_way.append(transfer)
+        storage.submit(transfer)
+    for transfer in under_way:
+        transfer.over.wait()
+        assert not transfer.errors
+    return len(order) * pages.page_bytes / (time.perf_counter() - started) / 1e9
+
+
+def pairs(
+    tier: DiskTier, pages: Pages, verb: str, seconds: float, rng: np.random.Generator
+) -> Iterator[tuple[float, float]]:
+    """GB/s of the tier and of its bare I/O, in turns, for about so many seconds each; two pairs at least."""
+    spent, turn = 0.0, 0
+    while spent < 2 * seconds or turn % 2:
+        order = rng.permutation(pages.count)[: pages.count // 2].tolist()
         started = time.perf_counter()
-        for at in range(0, len(order), BATCH_PAGES):
-            some = order[at : at + BATCH_PAGES]
-            files, offsets = tier._where([slots[i] for i in some])
-            if len(under_way) >= IN_FLIGHT:
-                under_way.pop(0).over.wait()
-            buffers = [pages.buffers[i] for i in some]
-            transfer = _Bare(write=verb == "put", files=files, offsets=np.array(offsets), buffers=buffers)
-            under_way.append(transfer)
-            storage.submit(transfer)
-        for transfer in under_way:
-            transfer.over.wait()
-            assert not transfer.errors
+        if turn % 2:
+            bare, ours = bare_passed(tier, pages, verb, order), passed(tier, pages, verb, order)
+        else:
+            ours, bare = passed(tier, pages, verb, order), bare_passed(tier, pages, verb, order)
         spent += time.perf_counter() - started
-        moved += pages.count * pages.page_bytes
-    return moved / spent / 1e9
+        turn += 1
+        yield ours, bare
 
 
 @contextmanager
@@ -202,26 +223,23 @@ def _rows_of(options: Options, label: str, bar: float, tier: DiskTier, pages: Pa
         ours: list[float] = []
         bare: list[float] = []
         limits: dict[str, list[float]] = {name: [] for name in ENGINES}
-        for turn in range(options.repeats):
-            # Next to each other, and each first as often: a virtual disk changes its mind within seconds.
-            for first in (turn % 2 == 0, turn % 2 == 1):
-                if first:
-                    ours.append(rate(tier, pages, verb, options.seconds, rng))
-                else:
-                    bare.append(bare_rate(tier, pages, verb, options.seconds, rng))
+        for _ in range(options.repeats):
+            for mine, without in pairs(tier, pages, verb, options.seconds, rng):
+                ours.append(mine)
+                bare.append(without)
             for name, got in fio(file, verb, tier.record_bytes, nbytes, options.seconds).items():
                 limits[name].append(got)
         best = max(limits, key=lambda name: statistics.median(limits[name]))
         rows.append(Row.of(f"{verb} {label}", ours, f"fio {best}", limits[best], bar))
         # 10 % gained without them is a share of 1 / 1.1
-        without = 1 / 1.1 if label == "1 MiB" else None
-        rows.append(Row.of(f"{verb} {label}", ours, "no journal, checksum, index", bare, without))
+        most = 1 / 1.1 if label == "1 MiB" else None
+        rows.append(Row.paired(f"{verb} {label}", ours, "no journal, checksum, index", bare, most))
     alone: list[float] = []
     beside: list[float] = []
-    for _ in range(options.repeats):
-        alone.append(rate(tier, pages, "get", options.seconds, rng))
-        with busy_thread():
-            beside.append(rate(tier, pages, "get", options.seconds, rng))
-    rows.append(Row.of(f"get {label}, busy thread", beside, "alone", alone, 0.4 if label == "64 KiB" else None))
+    for turn in range(2 * options.repeats):
+        for busy in (turn % 2 == 0, turn % 2 == 1):
+            with busy_thread() if busy else nullcontext():
+                (beside if busy else alone).append(rate(tier, pages, "get", options.seconds / 2, rng))
+    rows.append(Row.paired(f"get {label}, busy thread", beside, "alone", alone, 0.4 if label == "64 KiB" else None))
     file.unlink()
     return rows

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from paired import paired_ratio
 
 
 @dataclass(frozen=True)
@@ -39,3 +41,10 @@ class Row:
         """From the rates of each run."""
         mine, limit = statistics.median(ours), statistics.median(limits)
         return cls(what, mine, min(ours), max(ours), against, limit, mine / limit, bar)
+
+    @classmethod
+    def paired(cls, what: str, ours: list[float], against: str, limits: list[float], bar: float | None) -> Row:
+        """From the rates of runs next to each other, two by two: the share is the median of theirs. What a pair has in
+        common, as a slow minute of the disk, is in neither side of it."""
+        row = cls.of(what, ours, against, limits, bar)
+        return replace(row, share=paired_ratio(ours, limits).median)

@@ -188,6 +188,33 @@ def test_sync_keeps_its_word_after_a_failure(what: str) -> None:
             assert pages.get(tier) == (OK,) * 5
 
 
+def test_puts_go_on_while_the_next_journal_is_made() -> None:
+    """Making it waits for the disk, which may take seconds where it is busy."""
+    disk, pages, gate, inside = SimulatedDisk(), Pages(20), threading.Event(), threading.Event()
+    with simulated(disk) as tier:
+        create = tier._storage.create
+
+        def slow(path: str, nbytes: int, *, slab: bool) -> int:
+            if "journal." in path:
+                inside.set()
+                assert gate.wait(20)
+            return create(path, nbytes, slab=slab)
+
+        tier._storage.create = slow  # type: ignore[method-assign]
+        thread = threading.Thread(target=tier._log.rotate)
+        thread.start()
+        try:
+            assert inside.wait(20)
+            assert pages.put(tier) == (OK,) * 20 and pages.get(tier) == (OK,) * 20
+            assert statuses(tier.remove(pages.keys[:5])) == (OK,) * 5
+        finally:
+            gate.set()
+            thread.join(20)
+        assert pages.get(tier) == (MISS,) * 5 + (OK,) * 15
+    with simulated(disk) as tier:
+        assert pages.get(tier) == (MISS,) * 5 + (OK,) * 15
+
+
 # --- owners, readers, namespaces
 
 

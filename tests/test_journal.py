@@ -185,6 +185,45 @@ def test_rotation_survives_a_crash_at_every_step() -> None:
     pytest.fail("the rotation has no end")
 
 
+def test_a_file_made_ahead_is_the_one_that_is_begun() -> None:
+    disk, storage, journal = fresh()
+    journal.append(puts([0]), sync=True)
+    made: list[str] = []
+    disk.fault = lambda action, path: made.append(path) if action == "create" else None
+    journal.prepare()
+    journal.prepare()
+    assert made == [f"{FOLDER}/journal.00000002"]
+    journal.append(puts([1]), sync=True)  # into the first one still
+    assert held(disk) == {key(0): 0, key(1): 1}, "an empty file behind it is no damage"
+    assert recover(storage, FOLDER, SET).damaged == 0
+    assert journal.start_next() == 2 and len(made) == 1
+    journal.append(puts([2]), sync=True)
+    disk.crash(random.Random(1))
+    assert held(disk) == {key(i): i for i in range(3)}
+
+
+def test_a_file_made_ahead_and_never_begun_is_no_trouble() -> None:
+    """Closed, it is gone; after a crash it is made anew; where it can't be made nothing has changed."""
+    disk, storage, journal = fresh()
+    journal.append(puts([0]), sync=True)
+    disk.fault = lambda action, _: OSError(errno.ENOSPC, "full") if action == "create" else None
+    with pytest.raises(OSError):
+        journal.prepare()
+    disk.fault = None
+    journal.append(puts([1]), sync=True)
+    journal.prepare()
+    disk.crash(random.Random(2))
+    storage = SimulatedStorage(disk)
+    found = recover(storage, FOLDER, SET)
+    again = Journal(storage, FOLDER, SET, 16384, generation=found.generation)
+    again.snapshot(found.entries, again.start_next())
+    again.append(puts([2]), sync=True)
+    again.prepare()
+    again.close()
+    names = [name for name in storage.list_folder(FOLDER) if name.startswith("journal.")]
+    assert len(names) == 1 and held(disk) == {key(i): i for i in range(3)}
+
+
 def test_a_snapshot_without_journals_says_what_the_next_is_called() -> None:
     disk, storage, journal = fresh()
     journal.append(puts([0]), sync=True)

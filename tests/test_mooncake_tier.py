@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 from tier_contract import Lab, RemoteContract, ShortRecordContract, TierContract, done, eventually, opened, statuses
+from tier_pages import Arena
 from tier_servers import Mooncake
 
 from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import PageStatus, Tier
 
 store = pytest.importorskip("mooncake.store", reason="needs mooncake-transfer-engine or its -non-cuda build")
@@ -96,6 +98,44 @@ def test_a_tier_with_a_client_of_its_own(shared: MooncakeLab) -> None:
         done(tier.put_from(source.keys, source.buffers)).require()
         done(tier.get_into(source.keys, target.buffers)).require()
         assert target.images() == source.images()
+
+
+@pytest.mark.parametrize("put, get", [(0, 1 << 20), (1 << 20, 0), (0, 0), (1 << 20, 1 << 20)])
+def test_records_over_memory_of_the_tier_or_straight(shared: MooncakeLab, put: int, get: int) -> None:
+    """Either way the same objects: more than a job, some twice, some not there, one rotten, nothing beside a buffer."""
+    with shared.make(bounce_bytes=put, job_pages=7) as one, shared.make(bounce_bytes=get, job_pages=7) as two:
+        source = Arena(30, tier=one).fill()
+        target = Arena(30, tier=two)
+        done(one.put_from(source.keys, source.buffers)).require()
+        shared.rot(two, source.keys[4], 700)
+        done(one.remove(source.keys[10:12])).require()
+        order = [0, 0, *range(30)][:30]
+        asked = [source.keys[at] for at in order]
+        got = statuses(two.get_into(asked, target.buffers))
+        bad = {4: PageStatus.CORRUPT, 10: MISS, 11: MISS}
+        assert got == tuple(bad.get(at, OK) for at in order)
+        images, wanted = target.images(), source.images()
+        assert all(images[place] == wanted[at] for place, at in enumerate(order) if at not in bad)
+        target.check_guards()
+        counted = two.stats().counters["bytes_read"]
+        assert counted == (got.count(OK) + 1) * source.record_bytes, "the rotten one was read"
+    source.close()
+    target.close()
+
+
+def test_records_of_several_lengths_in_a_batch(shared: MooncakeLab) -> None:
+    """Those go straight: they do not lie in rows."""
+    with shared.make() as tier:
+        short, long = Arena(3, tier=tier).fill(), Arena(3, KVSpec.attention(3, 5, 3, 150, 2), tier=tier).fill()
+        keys, buffers = [*short.keys, *long.keys], [*short.buffers, *long.buffers]
+        before = short.images() + long.images()
+        done(tier.put_from(keys, buffers)).require()
+        for buffer in buffers:
+            buffer.payload[:], buffer.trailer[:] = 0, 0
+        done(tier.get_into(keys, buffers)).require()
+        assert short.images() + long.images() == before
+    short.close()
+    long.close()
 
 
 def test_a_lease_that_ends_while_the_page_is_read_is_a_miss(shared: MooncakeLab) -> None:

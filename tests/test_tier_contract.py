@@ -12,10 +12,10 @@ import pytest
 import test_memory_tier
 from test_memory_tier import MemoryLab
 
-from kvtransfer.kernels.errors import KVTransferError
+from kvtransfer.kernels.errors import KVTransferError, RecordError
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, TierHandle
 from kvtransfer.tiers.batch import Batch
-from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
+from kvtransfer.tiers.jobs import Job, Outcome, Outcomes, grouped, singly
 from kvtransfer.tiers.memory_tier import MemoryTier
 
 OK, MISS, ERROR = PageStatus.OK, PageStatus.MISS, PageStatus.ERROR
@@ -25,13 +25,13 @@ Contract = test_memory_tier.TestMemory  # not by its name: its tests would be co
 
 class FlipsAByte(MemoryTier):
     def do_put(self, job: Job) -> Outcomes:
-        for outcome in super().do_put(job):
+        for outcome in singly(super().do_put(job)):
             if outcome.moved_bytes:
                 self._pages[job.keys[outcome.at]][8000] ^= 255
             yield outcome
 
-    def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        return outcome
+    def _wrong(self, job: Job, places: list[int]) -> list[RecordError | None]:
+        return [None] * len(places)
 
 
 class PutsIntoItsSource(MemoryTier):
@@ -43,15 +43,15 @@ class PutsIntoItsSource(MemoryTier):
 
 class WritesBesideTheBuffer(MemoryTier):
     def do_get(self, job: Job) -> Outcomes:
-        for outcome in super().do_get(job):
+        for outcome in singly(super().do_get(job)):
             payload = job.buffers[outcome.at].payload
             np.lib.stride_tricks.as_strided(payload, (payload.size + 1,))[-1] = 0
             yield outcome
 
 
 class DoesNotVerify(MemoryTier):
-    def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        return outcome
+    def _wrong(self, job: Job, places: list[int]) -> list[RecordError | None]:
+        return [None] * len(places)
 
 
 class DoesNotSetAside(MemoryTier):
@@ -73,29 +73,29 @@ class Overwrites(MemoryTier):
 
 class ShiftsItsAnswers(MemoryTier):
     def do_lookup(self, job: Job) -> Outcomes:
-        outcomes = list(super().do_lookup(job))
+        outcomes = list(singly(super().do_lookup(job)))
         for at, outcome in enumerate(outcomes):
             yield outcome._replace(at=(at + 1) % len(outcomes))
 
 
 class FailsAllForOne(MemoryTier):
     def _put(self, job: Job) -> Any:
-        outcomes = list(super()._put(job))
+        outcomes = list(singly(super()._put(job)))
         if any(outcome.status is ERROR for outcome in outcomes):
             outcomes = [outcome._replace(status=ERROR) for outcome in outcomes]
-        return outcomes
+        return [outcomes]
 
 
 class ForgetsPagesOfLongBatches(MemoryTier):
     def do_put(self, job: Job) -> Outcomes:
-        for outcome in super().do_put(job):
+        for outcome in singly(super().do_put(job)):
             if len(job.keys) < 30 or outcome.at:
                 yield outcome
 
 
 class RemovesWhatIsPinned(MemoryTier):
     def _remove(self, job: Job) -> Any:
-        return self.do_remove(job)
+        return grouped(self.do_remove(job))
 
 
 class EvictsWhatIsPinned(MemoryTier):
@@ -170,19 +170,19 @@ class SharesOneBuffer(MemoryTier):
 
     def do_get(self, job: Job) -> Outcomes:
         self._where = job.buffers
-        for outcome in super().do_get(job):
+        for outcome in singly(super().do_get(job)):
             time.sleep(0.001)
             if outcome.status is OK and self._where is not job.buffers:
                 job.buffers[outcome.at].payload[0] ^= 1
             yield outcome
 
-    def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        return outcome
+    def _wrong(self, job: Job, places: list[int]) -> list[RecordError | None]:
+        return [None] * len(places)
 
 
 class CountsNothing(MemoryTier):
     def do_get(self, job: Job) -> Outcomes:
-        for outcome in super().do_get(job):
+        for outcome in singly(super().do_get(job)):
             yield outcome._replace(moved_bytes=0)
 
 
@@ -207,8 +207,8 @@ class TakesShortRecords(MemoryTier):
                 trailer[: record.size - payload.size] = record[payload.size :]
                 yield Outcome(at, OK, moved_bytes=record.size)
 
-    def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        return outcome
+    def _wrong(self, job: Job, places: list[int]) -> list[RecordError | None]:
+        return [None] * len(places)
 
 
 class AcceptsAnything(MemoryTier):

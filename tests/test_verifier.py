@@ -11,10 +11,11 @@ from kvtransfer.kernels.errors import RecordError
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import RecordBuffer
 from kvtransfer.tiers.keys import Shard
-from kvtransfer.tiers.quick_check import QuickCheck, payload_xxh3
+from kvtransfer.tiers.parts import Parts
+from kvtransfer.tiers.quick_check import QuickCheck, Records, payload_xxh3
 from kvtransfer.tiers.record import RecordHeader, padded_bytes, payload_checksum, trailer_bytes
 from kvtransfer.tiers.sealed import check_whole
-from kvtransfer.tiers.verifier import Records, Verifier
+from kvtransfer.tiers.verifier import Verifier
 
 LARGE = KVSpec.attention(num_layers=6, page_size=16, kv_heads=8, head_dim=101, itemsize=2)  # 310,272 bytes
 SMALL = KVSpec.attention(num_layers=1, page_size=4, kv_heads=3, head_dim=67, itemsize=2)
@@ -93,10 +94,10 @@ def test_where_threads_wait_one_goes_on_alone_for_a_while(monkeypatch: pytest.Mo
     some = records(LARGE, 12)
     part, calls = Verifier._part, []
 
-    def waits(self: Verifier, records: Records) -> list[RecordError | None]:
-        calls.append(len(records))
+    def waits(self: Verifier, records: Records, parts: Parts, share: range) -> list[RecordError | None]:
+        calls.append(len(share))
         time.sleep(0.02)  # as for the interpreter lock
-        return part(self, records)
+        return part(self, records, parts, share)
 
     monkeypatch.setattr(Verifier, "_part", waits)
     assert verifier.whole(some) == [None] * 12

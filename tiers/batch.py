@@ -127,6 +127,10 @@ class Batch(TierHandle):
         """The outcome of one page, None while it has none: readable while the batch runs."""
         return self._statuses[position]
 
+    def unsettled(self, positions: Iterable[int]) -> list[int]:
+        """Those of ``positions`` that have no outcome by now."""
+        return [p for p in positions if self._statuses[p] is None]
+
     # --- for the tier
 
     @property

@@ -174,9 +174,10 @@ class BatchBook:
     def ended(self, batch: Batch, result: BatchResult) -> None:
         """Called by the batch itself when its last page is settled."""
         totals: Counter[str] = Counter()
-        for status, pages in Counter(result.statuses).items():
+        for status in PageStatus:  # a Counter would hash each page's, in Python
+            pages = result.statuses.count(status)
             name = _ANY_VERB.get(status) or _COUNTERS.get((batch.verb, status))
-            if name is not None:
+            if pages and name is not None:
                 totals[name] += pages
         if batch.moved_bytes:
             totals["bytes_read" if batch.verb in ("get", "prefetch") else "bytes_written"] += batch.moved_bytes

@@ -117,6 +117,7 @@ class CommitLog:
 
     def rotate(self) -> None:
         """Write a snapshot, and begin a fresh journal. Raises OSError: the state on the disk is as good as before."""
+        self._journal.prepare()  # before others have to wait: it takes as long as a busy disk takes to sync
         with self._committing:
             self._snapshot_free.wait()  # another one is being written; that needs no lock
             with self._lock:

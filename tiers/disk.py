@@ -158,8 +158,9 @@ class DiskTier(DiskReading):
         twins: dict[int, list[int]] = {}  # of a page that is named twice, its other positions
         first: dict[bytes, int] = {}
         unfit = self._unfit(buffers)
-        for at, (key, buffer, slot) in enumerate(zip(keys, buffers, there, strict=True)):
-            wrong = unfit[at] if at in unfit else self._check.sealed(key, buffer)
+        sealed = self._check.many(list(zip(keys, buffers, strict=True)), whole=False)
+        for at, (key, slot) in enumerate(zip(keys, there, strict=True)):
+            wrong = unfit.get(at) or sealed[at]
             if wrong is not None:
                 outcomes.append((at, PageStatus.ERROR, wrong))
             elif slot >= 0:

@@ -97,27 +97,28 @@ class ReadTransfer(BatchTransfer):
         self._ended = ended
 
     def finish(self, positions: list[int], errors: list[int]) -> None:
-        good: list[int] = []
+        came = [at for at, code in zip(positions, errors, strict=True) if not code] if any(errors) else positions
+        records = list(zip(self.keys_of(came), [self.buffers[at] for at in came], strict=True))
+        wrong = self._verifier.whole(records, self.parts.only(came))
+        good = came
         bad: list[int] = []
         outcomes: list[Outcome] = []
-        came = [at for at, code in zip(positions, errors, strict=True) if not code]
-        records = list(zip(self.keys_of(came), [self.buffers[at] for at in came], strict=True))
-        wrong = dict(zip(came, self._verifier.whole(records), strict=True))
-        moved = 0
-        for at, code in zip(positions, errors, strict=True):
-            if code and code != SHORT:
-                outcomes.append(self.failure(at, code))
-                continue
-            problem = _CUT if code else wrong[at]
-            if problem is None:
-                good.append(at)
-                outcomes.append((self.positions[at], PageStatus.OK, None))
-                moved += self.buffers[at].payload.size + self.buffers[at].trailer.size
-            else:
+        if any(wrong):
+            good = [at for at, problem in zip(came, wrong, strict=True) if problem is None]
+            bad = [at for at, problem in zip(came, wrong, strict=True) if problem is not None]
+            outcomes = [(self.positions[at], PageStatus.CORRUPT, e) for at, e in zip(came, wrong, strict=True) if e]
+        for at, code in zip(positions, errors, strict=True) if any(errors) else ():
+            if code == SHORT:
                 bad.append(at)
-                outcomes.append((self.positions[at], PageStatus.CORRUPT, problem))
+                outcomes.append((self.positions[at], PageStatus.CORRUPT, _CUT))
+            elif code:
+                outcomes.append(self.failure(at, code))
+        outcomes += [(self.positions[at], PageStatus.OK, None) for at in good]
+        moved = int(self.sizes[0].sum()) * len(good)  # of one length: the tier's
         replaced = {place: (place, status, error) for place, status, error in self._ended(self, good, bad, positions)}
-        self.batch.settle_many([replaced.get(o[0], o) for o in outcomes], moved_bytes=moved)
+        if replaced:
+            outcomes = [replaced.get(outcome[0], outcome) for outcome in outcomes]
+        self.batch.settle_many(outcomes, moved_bytes=moved)
 
 
 class WriteTransfer(BatchTransfer):

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.tiers.base import RecordBuffer
+from kvtransfer.tiers.parts import Parts
 
 MAX_TRIES = 3  # of one read or write that came back short or was told to come again
 RETRIED = frozenset({errno.EAGAIN, errno.EINTR})
@@ -30,7 +31,7 @@ class Transfer:
     files      the file of each record, as `Storage.open` numbered it
     offsets    int64, where each record begins there: its payload, and its trailer behind it, are one run of bytes
     buffers    each record's memory; the engine keeps it alive
-    addresses  uint64 ``[records, 2]``: where payload and trailer of each buffer begin; ``sizes``: their bytes
+    parts      where payload and trailer of each buffer lie; ``addresses`` and ``sizes`` are its arrays
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class Transfer:
         self.files = files
         self.offsets = offsets
         self.buffers = list(buffers)
-        self.addresses = np.array([(address(b.payload), address(b.trailer)) for b in buffers], dtype=np.uint64)
-        self.sizes = np.array([(len(b.payload), len(b.trailer)) for b in buffers], dtype=np.uint64)
+        self.parts = Parts.of(self.buffers)
+        self.addresses, self.sizes = self.parts.where, self.parts.sizes
 
     def start(self, positions: list[int]) -> list[int]:
         """Those of ``positions`` that are still wanted; called just before they are given to the device. From then on

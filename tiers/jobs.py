@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.batch import Batch
+from kvtransfer.tiers.parts import Parts
 
 
 class Outcome(NamedTuple):
     """What became of one page of a job: its position there, its status, and a cause where there is one.
 
-    ``moved_bytes`` were read or written for it: 0 for a put whose key was there already.
+    ``moved_bytes`` were read or written for it: 0 for a put whose key was there already. ``checked``, of a get that is
+    OK: the record has passed `sealed.check_whole` already.
     """
 
     at: int
     status: PageStatus
     error: BaseException | None = None
     moved_bytes: int = 0
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Job:
             [self.buffers[i] for i in places] if self.buffers else [],
         )
 
+    @cached_property
+    def parts(self) -> Parts:
+        """Where the buffers lie."""
+        return Parts.of(self.buffers)
+
     @property
     def ttl_s(self) -> float | None:
         """Of a pin."""
@@ -60,4 +69,17 @@ class Job:
         return self.batch.remaining_s
 
 
-Outcomes = Iterable[Outcome]
+# One at a time, or several that are known at the same time: those are checked and told together, which is cheaper.
+Outcomes = Iterable[Outcome | list[Outcome]]
+
+
+def grouped(outcomes: Outcomes) -> Iterator[list[Outcome]]:
+    """Several at a time, whatever was yielded."""
+    for some in outcomes:
+        yield some if isinstance(some, list) else [some]
+
+
+def singly(outcomes: Outcomes) -> Iterator[Outcome]:
+    """One at a time, whatever was yielded."""
+    for some in grouped(outcomes):
+        yield from some

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,7 +138,7 @@ def _read(data: bytes, set_id: bytes, generation: int | None, out: Recovered, pa
 
 
 class Journal:
-    """The journal that a tier appends to. Not thread-safe: the tier holds its own lock.
+    """The journal that a tier appends to. Not thread-safe (the tier holds its own lock) but for `prepare`.
 
     After `append` and `sync` returned, a crash keeps the batch. What a failed append left behind is wiped, or written
     over by the next one.
@@ -151,6 +152,8 @@ class Journal:
         self._at = 0
         self._dirty = False
         self._doubted = 0  # generation of the newest journal that may not be safe; 0: none
+        self._making = threading.Lock()  # of the next file
+        self._spare: int | None = None  # made already
 
     @property
     def in_doubt(self) -> bool:
@@ -208,22 +211,34 @@ class Journal:
                 raise
             self._dirty = False
 
+    def prepare(self) -> None:
+        """Make the file that `start_next` will begin, unless it is there: that waits for the disk. On any thread, while
+        others append. Raises OSError: nothing changed."""
+        with self._making:
+            if self._spare is None:
+                self._spare = self._make(self._generation + 1)
+
+    def _make(self, generation: int) -> int:
+        name = f"{_PREFIX}{generation:08d}"
+        if name in self._storage.list_folder(self._folder):
+            self._storage.remove(os.path.join(self._folder, name))
+        return self._storage.create(os.path.join(self._folder, name), self._nbytes, slab=False)
+
     def start_next(self) -> int:
         """Append to a fresh file from now on; returns its generation, for `snapshot`. Raises OSError: nothing changed.
 
         What the old file says that was not synced is in the snapshot that follows.
         """
-        generation = self._generation + 1
-        name = f"{_PREFIX}{generation:08d}"
-        if name in self._storage.list_folder(self._folder):
-            self._storage.remove(os.path.join(self._folder, name))
-        file = self._storage.create(os.path.join(self._folder, name), self._nbytes, slab=False)
-        if self._file is not None:
-            self._storage.close_file(self._file)
-        if self._dirty:
-            self._doubted = self._generation
-        self._file, self._at, self._number, self._generation, self._dirty = file, 0, 0, generation, False
-        return generation
+        self.prepare()
+        with self._making:
+            file, self._spare = self._spare, None
+            if self._file is not None:
+                self._storage.close_file(self._file)
+            if self._dirty:
+                self._doubted = self._generation
+            self._file, self._at, self._number, self._dirty = file, 0, 0, False
+            self._generation += 1
+            return self._generation
 
     def snapshot(self, entries: NDArray[Any], generation: int) -> None:
         """Make ``entries`` (PUT only) the state at the beginning of journal ``generation``, and remove older journals.
@@ -242,8 +257,13 @@ class Journal:
                 self._storage.remove(os.path.join(self._folder, name))
 
     def close(self) -> None:
-        """Sync, and close the file."""
+        """Sync, and close the file. Raises OSError."""
         if self._file is not None:
             self.sync()
             self._storage.close_file(self._file)
             self._file = None
+        with self._making:
+            spare, self._spare = self._spare, None
+            if spare is not None:
+                self._storage.close_file(spare)
+                self._storage.remove(os.path.join(self._folder, f"{_PREFIX}{self._generation + 1:08d}"))

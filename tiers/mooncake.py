@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
@@ -19,6 +19,7 @@ from kvtransfer.kernels.errors import ConfigError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
+from kvtransfer.tiers.mooncake_records import MooncakeRecords
 from kvtransfer.tiers.record import BLOCK_BYTES
 from kvtransfer.tiers.registered import address_range
 from kvtransfer.tiers.worker_tier import WorkerTier
@@ -27,6 +28,7 @@ from kvtransfer.tiers.worker_tier import WorkerTier
 _NO_SPACE, _BAD_SIZE = -200, -600
 _NOT_READY, _NOT_FOUND, _EXISTS, _LEASE_EXPIRED, _GONE = -703, -704, -705, -707, -712
 _TRANSFER_FAILED, _RPC = -800, -900
+_BOUNCED_BYTES = 128 << 10
 _MISSES = (_NOT_READY, _NOT_FOUND, _LEASE_EXPIRED, _GONE)
 
 
@@ -50,6 +52,8 @@ class MooncakeTier(WorkerTier):
         protocol: "tcp" or "rdma". devices: names of the RDMA devices, separated by commas, passed through.
         segment_bytes: memory that this process gives to the pool (0: none). local_buffer_bytes: of the client.
         replicas: of each object.
+        bounce_bytes: records up to this length go as one piece, over memory of the tier's own (``job_pages`` of them a
+            worker); see mooncake_records.py. None: 128 KiB over TCP, 0 (never) by RDMA.
         lease_s: the master's ``default_kv_lease_ttl``, or less: pins are renewed three times in it.
         timeout_s: a call that takes longer means that the store has stalled.
         store: a client that is set up already, instead of one of the tier's own; whoever made it closes it, after
@@ -71,6 +75,7 @@ class MooncakeTier(WorkerTier):
         segment_bytes: int = 0,
         local_buffer_bytes: int = 0,
         replicas: int = 1,
+        bounce_bytes: int | None = None,
         lease_s: float = 5.0,
         timeout_s: float = 5.0,
         workers: int = 2,
@@ -80,10 +85,12 @@ class MooncakeTier(WorkerTier):
     ) -> None:
         if protocol not in ("tcp", "rdma"):
             raise ConfigError(f'{name}: protocol: expected "tcp" or "rdma", got {protocol!r}')
-        if segment_bytes < 0 or local_buffer_bytes < 0 or replicas < 1 or not lease_s > 0:
+        if bounce_bytes is None:
+            bounce_bytes = _BOUNCED_BYTES if protocol == "tcp" else 0
+        if segment_bytes < 0 or local_buffer_bytes < 0 or bounce_bytes < 0 or replicas < 1 or not lease_s > 0:
             raise ConfigError(
-                f"{name}: expected sizes of 0 or more, 1 or more replicas and a lease above 0, "
-                f"got {segment_bytes}, {local_buffer_bytes}, {replicas} and {lease_s}"
+                f"{name}: expected sizes of 0 or more, 1 or more replicas and a lease above 0, got {segment_bytes}, "
+                f"{local_buffer_bytes} and {bounce_bytes}, {replicas} and {lease_s}"
             )
         if store is None and not hostname:
             raise ConfigError(f"{name}: hostname: expected this host's name as other clients reach it, got none")
@@ -96,6 +103,7 @@ class MooncakeTier(WorkerTier):
         self._config.replica_num = replicas
         self._own_store = store is None
         self._store = MooncakeDistributedStore() if store is None else store
+        self._records = MooncakeRecords(self._store, self._config, bounce_bytes, job_pages, self._ready)
         self._connected = store is not None
         self._closed = False
         self._changing = threading.Lock()  # held while the client is set up, probed or closed
@@ -123,31 +131,37 @@ class MooncakeTier(WorkerTier):
 
     def do_get(self, job: Job) -> Outcomes:
         names = self._names(job.keys)
+        sizes = job.parts.sizes.sum(axis=1).tolist()
         failed: TierError | None = None
-        for at, code in self._get_codes(names, job.buffers):
-            record_bytes = _record_bytes(job.buffers[at])
-            if code == record_bytes:
-                yield Outcome(at, PageStatus.OK, moved_bytes=record_bytes)
-            elif code in _MISSES:
-                yield Outcome(at, PageStatus.MISS)
-            elif code in (_BAD_SIZE, _TRANSFER_FAILED) or code >= 0:
-                # The client says "transfer failed", too, where the object is shorter than the buffers.
-                size = self._store.get_size(names[at])
-                if size >= 0 and size != record_bytes:
-                    error = TierError(f"{self.name}: expected a record of {record_bytes} bytes, got {size}")
-                    yield Outcome(at, PageStatus.CORRUPT, error)
-                elif size in _MISSES:
-                    yield Outcome(at, PageStatus.MISS)
-                else:
-                    self._suspect = (names[at], record_bytes)
-                    failed = self._gone("get", code)
-                    yield Outcome(at, PageStatus.ERROR, failed)
-            else:
-                error = self._error("get", code)
-                failed = error if isinstance(error, UnavailableError) else failed
-                yield Outcome(at, PageStatus.ERROR, error)
+        for places, codes, good in self._records.get(names, job):
+            outcomes: list[Outcome] = []
+            for at, code, checked in zip(places, codes, good, strict=True):
+                if code == sizes[at]:
+                    outcomes.append(Outcome(at, PageStatus.OK, None, code, bool(checked)))
+                    continue
+                outcome = self._not_got(at, code, names[at], sizes[at])
+                if isinstance(outcome.error, UnavailableError):
+                    failed = outcome.error
+                outcomes.append(outcome)
+            yield outcomes
         if failed is not None:
             raise failed
+
+    def _not_got(self, at: int, code: int, name: str, record_bytes: int) -> Outcome:
+        """What a code that is not the record's length says."""
+        if code in _MISSES:
+            return Outcome(at, PageStatus.MISS)
+        if code not in (_BAD_SIZE, _TRANSFER_FAILED) and code < 0:
+            return Outcome(at, PageStatus.ERROR, self._error("get", code))
+        # The client says "transfer failed", too, where the object is shorter than the buffers.
+        size = self._store.get_size(name)
+        if size >= 0 and size != record_bytes:
+            error = TierError(f"{self.name}: expected a record of {record_bytes} bytes, got {size}")
+            return Outcome(at, PageStatus.CORRUPT, error)
+        if size in _MISSES:
+            return Outcome(at, PageStatus.MISS)
+        self._suspect = (name, record_bytes)
+        return Outcome(at, PageStatus.ERROR, self._gone("get", code))
 
     def do_put(self, job: Job) -> Outcomes:
         names = self._names(job.keys)
@@ -158,10 +172,8 @@ class MooncakeTier(WorkerTier):
                 yield Outcome(at, PageStatus.OK)
         if not fresh:
             return
-        pointers = _pointers([job.buffers[at] for at in fresh])
-        codes = self._store.batch_put_from_multi_buffers([names[at] for at in fresh], *pointers, self._config)
         failed: TierError | None = None
-        for at, code in zip(fresh, codes, strict=True):
+        for at, code in zip(fresh, self._records.put([names[at] for at in fresh], job.parts.only(fresh)), strict=True):
             if code in (0, _EXISTS):
                 yield Outcome(at, PageStatus.OK, moved_bytes=0 if code else _record_bytes(job.buffers[at]))
             elif code == _NO_SPACE:
@@ -221,7 +233,7 @@ class MooncakeTier(WorkerTier):
         with self._changing:
             self._closed = True
             if self._connected:
-                for memory in self.registered.regions():
+                for memory in [*self.registered.regions(), *self._records.memory()]:
                     self._store.unregister_buffer(address_range(memory)[0])
                 if self._own_store:
                     self._store.close()  # any call after this one ends the process
@@ -231,19 +243,13 @@ class MooncakeTier(WorkerTier):
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [self._prefix + key.hex() for key in keys]
 
-    def _get_codes(self, names: list[str], buffers: Sequence[RecordBuffer]) -> Iterator[tuple[int, int]]:
-        """(position, code) of each. The client fills one buffer of an object in a call: one named twice takes two."""
-        places = list(range(len(names)))
-        while places:
-            first = list({names[at]: at for at in reversed(places)}.values())[::-1]
-            codes = self._store.batch_get_into_multi_buffers(
-                [names[at] for at in first], *_pointers([buffers[at] for at in first])
-            )
-            yield from zip(first, codes, strict=True)
-            if len(first) == len(places):
-                return
-            done = set(first)
-            places = [at for at in places if at not in done]
+    def _ready(self, memory: NDArray[np.uint8]) -> bool:
+        """Tell the client of memory of the tier's own, if it is set up. Raises TierError where it refuses."""
+        with self._changing:
+            if not self._connected or self._closed:
+                return False
+            self._register(memory)
+            return True
 
     def _connect(self) -> None:
         """Set the client up. It would try for 90 s to reach a master that is not there, so look first."""
@@ -319,15 +325,6 @@ class MooncakeTier(WorkerTier):
 
 def _record_bytes(buffer: RecordBuffer) -> int:
     return buffer.payload.size + buffer.trailer.size
-
-
-def _pointers(buffers: Sequence[RecordBuffer]) -> tuple[list[list[int]], list[list[int]]]:
-    """Addresses and lengths of the two parts of each record."""
-    parts = [(address_range(payload), address_range(trailer)) for payload, trailer in buffers]
-    return (
-        [[payload[0], trailer[0]] for payload, trailer in parts],
-        [[payload[1] - payload[0], trailer[1] - trailer[0]] for payload, trailer in parts],
-    )
 
 
 def _host_and_port(name: str, master: str) -> tuple[str, int] | None:

@@ -6,16 +6,23 @@ a record that is right. One that is not goes through them, and they say what is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import xxhash
 
 from kvtransfer.kernels.errors import RecordError
 from kvtransfer.tiers.base import RecordBuffer
+from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.record import payload_checksum
+from kvtransfer.tiers.record_native import record_tools
 from kvtransfer.tiers.sealed import check_sealed, check_whole, sealed_payload
 
 # xxhash gives the interpreter lock away above this; beside a busy Python thread, getting it back takes up to 5 ms a
 # page.
 _KEEPS_LOCK_BYTES = 64 << 10
+
+
+Records = Sequence[tuple[bytes, RecordBuffer]]  # stored keys and where the records are
 
 
 class QuickCheck:
@@ -39,6 +46,26 @@ class QuickCheck:
         if expected is not None and digest(buffer.payload[: self._payload_bytes].data) == expected:
             return None
         return self._explain(key, buffer, whole=True)
+
+    def many(
+        self, records: Records, *, whole: bool, gives_lock: bool = False, parts: Parts | None = None
+    ) -> list[RecordError | None]:
+        """`whole`, or `sealed`, of many: by C where there is a compiler. ``parts``: of the buffers, if known."""
+        tools = record_tools()
+        good = bytes(len(records))
+        if tools is not None:
+            parts = Parts.of([buffer for _, buffer in records]) if parts is None else parts
+            good = tools.good(
+                [key for key, _ in records], parts, whole=whole, payload_bytes=self._payload_bytes,
+                trailer_bytes=self._trailer_bytes, gives_lock=gives_lock,
+            )  # fmt: skip
+        found: list[RecordError | None] = []
+        for is_good, (key, buffer) in zip(good, records, strict=True):
+            if is_good:
+                found.append(None)
+            else:
+                found.append(self.whole(key, buffer, gives_lock=gives_lock) if whole else self.sealed(key, buffer))
+        return found
 
     def _sealed_xxh3(self, key: bytes, buffer: RecordBuffer) -> int | None:
         """The payload's checksum, if the trailer is one of ours in every respect."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 import redis
@@ -19,8 +20,10 @@ from redis.retry import Retry
 from kvtransfer.kernels.errors import ConfigError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus
+from kvtransfer.tiers.batch_book import KEY_BYTES
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
-from kvtransfer.tiers.resp import RespError, RespSocket
+from kvtransfer.tiers.resp import Answer, RespError, RespSocket
+from kvtransfer.tiers.resp_native import Got, native_wire
 from kvtransfer.tiers.worker_tier import WorkerTier
 
 # Answers that say that the server can't serve anybody now.
@@ -101,52 +104,65 @@ class RedisTier(WorkerTier):
 
     def do_lookup(self, job: Job) -> Outcomes:
         with self._mapped_errors(), self._client.pipeline(transaction=False) as pipe:
-            for key in job.keys:
-                pipe.exists(self._name_of(key))
+            for name in self._names_of(job.keys):
+                pipe.exists(name)
             answers = pipe.execute(raise_on_error=False)
         return [_outcome(at, answer) for at, answer in enumerate(answers)]
 
     def do_get(self, job: Job) -> Outcomes:
-        names = [self._name_of(key) for key in job.keys]
+        names = self._names_of(job.keys)
+        sizes = job.parts.sizes.sum(axis=1).tolist()
         done = 0
 
-        def stop() -> bool:
-            return job.stopping
+        def ask(link: RespSocket, at: int) -> Iterator[list[Any]]:
+            return link.fetch(
+                names[at:], job.buffers[at:], lambda: job.stopping, stored_keys=job.keys[at:], parts=job.parts.from_(at)
+            )
 
-        for at, answer in self._moved(
-            lambda link, rest: link.fetch([names[i] for i in rest], _pick(job, rest), stop), job
-        ):
-            done = at + 1
-            payload, trailer = job.buffers[at]
-            record_bytes = payload.size + trailer.size
-            if answer is True:
-                yield Outcome(at, PageStatus.OK, None, record_bytes)
-            elif answer is False:
-                yield Outcome(at, PageStatus.MISS)
-            elif isinstance(answer, RespError):
-                yield Outcome(at, PageStatus.ERROR, self._error_of(answer))
+        for first, answers in self._moved(ask, job):
+            done = first + len(answers)
+            if answers.count(Got.WHOLE) == len(answers):  # what most are
+                ok, whole = repeat(PageStatus.OK), repeat(True)
+                yield list(map(Outcome, range(first, done), ok, repeat(None), sizes[first:done], whole))
             else:
-                error = TierError(f"{self.name}: expected a record of {record_bytes} bytes, got {answer}")
-                yield Outcome(at, PageStatus.CORRUPT, error)
-        for at in range(done, len(job.keys)):
-            yield Outcome(at, PageStatus.CANCELLED)
+                yield [self._got(at, answer, sizes[at]) for at, answer in enumerate(answers, first)]
+        yield [Outcome(at, PageStatus.CANCELLED) for at in range(done, len(job.keys))]
+
+    def _got(self, at: int, answer: Answer, record_bytes: int) -> Outcome:
+        """What the answer to a GET of a record of so many bytes says."""
+        if answer is Got.WHOLE or answer is Got.FILLED:
+            return Outcome(at, PageStatus.OK, None, record_bytes, answer is Got.WHOLE)
+        if answer is Got.NONE:
+            return Outcome(at, PageStatus.MISS)
+        if isinstance(answer, RespError):
+            return Outcome(at, PageStatus.ERROR, self._error_of(answer))
+        error = TierError(f"{self.name}: expected a record of {record_bytes} bytes, got {answer}")
+        return Outcome(at, PageStatus.CORRUPT, error)
 
     def do_put(self, job: Job) -> Outcomes:
-        names = [self._name_of(key) for key in job.keys]
-        for at, answer in self._moved(
-            lambda link, rest: link.store([names[i] for i in rest], _pick(job, rest), self._options), job
-        ):
-            if isinstance(answer, RespError):
-                status = PageStatus.NO_ROOM if answer.code == "OOM" else PageStatus.ERROR
-                yield Outcome(at, status, self._error_of(answer))
+        names = self._names_of(job.keys)
+        sizes = job.parts.sizes.sum(axis=1).tolist()
+
+        def ask(link: RespSocket, at: int) -> Iterator[list[Any]]:
+            return link.store(names[at:], job.buffers[at:], self._options, parts=job.parts.from_(at))
+
+        for first, answers in self._moved(ask, job):
+            if all(answer is True for answer in answers):  # what most are
+                yield [Outcome(at, PageStatus.OK, None, sizes[at]) for at in range(first, first + len(answers))]
             else:
-                moved = job.buffers[at].payload.size + job.buffers[at].trailer.size if answer else 0
-                yield Outcome(at, PageStatus.OK, moved_bytes=moved)
+                yield [self._stored(at, answer, sizes[at]) for at, answer in enumerate(answers, first)]
+
+    def _stored(self, at: int, answer: bool | RespError, record_bytes: int) -> Outcome:
+        """What the answer to a SET says."""
+        if isinstance(answer, RespError):
+            status = PageStatus.NO_ROOM if answer.code == "OOM" else PageStatus.ERROR
+            return Outcome(at, status, self._error_of(answer))
+        return Outcome(at, PageStatus.OK, None, record_bytes if answer else 0)
 
     def do_remove(self, job: Job) -> Outcomes:
         with self._mapped_errors(), self._client.pipeline(transaction=False) as pipe:
-            for key in job.keys:
-                pipe.unlink(self._name_of(key))
+            for name in self._names_of(job.keys):
+                pipe.unlink(name)
             answers = pipe.execute(raise_on_error=False)
         return [_outcome(at, answer) for at, answer in enumerate(answers)]
 
@@ -155,8 +171,7 @@ class RedisTier(WorkerTier):
             error = TierError(f"{self.name}: the server may evict any page (policy {self._evicts}): it can't pin one")
             return [Outcome(at, PageStatus.ERROR, error) for at in range(len(job.keys))]
         with self._mapped_errors(), self._client.pipeline(transaction=False) as pipe:
-            for key in job.keys:
-                name = self._name_of(key)
+            for name in self._names_of(job.keys):
                 if self._ttl_ms is None:
                     pass  # nothing ends it
                 elif job.ttl_s is None:
@@ -197,20 +212,28 @@ class RedisTier(WorkerTier):
 
     # --- inside
 
-    def _name_of(self, key: bytes) -> bytes:
-        return self._prefix + key.hex().encode()
+    def _names_of(self, keys: Sequence[bytes]) -> list[bytes]:
+        digits, step = b"".join(keys).hex().encode(), 2 * KEY_BYTES
+        return [self._prefix + digits[at : at + step] for at in range(0, len(digits), step)]
 
-    def _moved(self, ask: Any, job: Job) -> Iterator[tuple[int, Any]]:
-        """(position, answer) for every page of the job. A connection that broke while it lay idle is replaced, once."""
+    def _moved(
+        self, ask: Callable[[RespSocket, int], Iterator[list[Any]]], job: Job
+    ) -> Iterator[tuple[int, list[Any]]]:
+        """(position, answers from there on) until every page of the job has one. A connection that broke while it lay
+        idle is replaced, once."""
         answered = 0
         while True:
             link, fresh = self._link()
             try:
-                for answer in ask(link.socket, range(answered, len(job.keys))):
-                    if isinstance(answer, RespError) and answer.code in _AWAY:
-                        raise UnavailableError(f"the server can't serve now: {answer}")
-                    yield answered, answer
-                    answered += 1
+                for answers in ask(link.socket, answered):
+                    away = next(
+                        (i for i, a in enumerate(answers) if isinstance(a, RespError) and a.code in _AWAY), None
+                    )
+                    if told := answers[:away]:
+                        yield answered, told
+                        answered += len(told)
+                    if away is not None:
+                        raise UnavailableError(f"the server can't serve now: {answers[away]}")
                 return
             except UnavailableError as error:
                 idle_end = (
@@ -238,7 +261,7 @@ class RedisTier(WorkerTier):
         finally:
             with self._links_lock:
                 del self._connecting[me]
-        link = _Link(connection, RespSocket(_socket_of(connection), self._answer_s))
+        link = _Link(connection, RespSocket(_socket_of(connection), self._answer_s, native=native_wire()))
         with self._links_lock:
             self._links[me] = link
         return link, True
@@ -288,10 +311,6 @@ def _socket_of(connection: Any) -> Any:
     if sock is None:
         raise TierError(f"redis {redis.__version__}: expected a connection with a socket, got {connection!r}")
     return sock
-
-
-def _pick(job: Job, places: range) -> list[Any]:
-    return [job.buffers[i] for i in places]
 
 
 def _outcome(at: int, answer: Any) -> Outcome:

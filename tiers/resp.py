@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import UnavailableError
 from kvtransfer.tiers.base import RecordBuffer
+from kvtransfer.tiers.parts import Parts
+from kvtransfer.tiers.resp_native import Got, NativeWire
 
 SHORTEST_REPLY_BYTES = 5
 _IOV_MAX = 1024  # Linux's limit for one sendmsg
@@ -25,7 +27,9 @@ _SCRATCH_BYTES = 1 << 16
 # Further ahead is slower: the server makes all answers before anybody reads the first (measured with 1 MiB: 1.2 GB/s
 # with 8 asked for at once, 0.9 with 32, 0.6 with 128).
 _WINDOW_PAGES, _WINDOW_BYTES = 64, 8 << 20
-_BURST_BYTES = 1 << 20  # what a core's cache holds until it has been verified
+_REPLIES = 16  # of SETs that are waited for together
+# Read in one go: what a core's cache holds until it has been verified; more, where each record is at once.
+_BURST_BYTES, _CHECKED_BURST_BYTES = 1 << 20, 4 << 20
 
 
 class RespError(Exception):
@@ -36,16 +40,21 @@ class RespError(Exception):
         self.code = message.split(" ", 1)[0]
 
 
+Answer = Got | int | RespError
+
+
 class RespSocket:
     """One socket, connected and authenticated, that nobody else uses. Not thread-safe but for `shut`.
 
     ``timeout_s`` bounds each wait for the server. ``in_step`` says whether every reply that was asked for has been
     read: a socket that is not must be closed. The generators raise UnavailableError where the server is gone or late.
+    ``native`` moves records; None: Python does, which takes several times the CPU beside the copies themselves.
     """
 
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, timeout_s: float, *, native: NativeWire | None = None) -> None:
         self._sock = sock
         self._vectored = not isinstance(sock, ssl.SSLSocket)  # TLS has no scatter/gather
+        self._native = native if self._vectored else None
         self._ahead = b""  # read already, and of the next answer
         self.in_step = True
         if self._vectored:
@@ -58,65 +67,83 @@ class RespSocket:
             sock.settimeout(timeout_s)
 
     def fetch(
-        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], stop: Callable[[], bool] = lambda: False
-    ) -> Iterator[bool | int | RespError]:
-        """GET each key into its buffer. Yields for each: True; False, there is none; the value's length, where that
-        is not the buffer's (it is undefined then); or the server's error.
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[RecordBuffer],
+        stop: Callable[[], bool] = lambda: False,
+        *,
+        stored_keys: Sequence[bytes] = (),
+        parts: Parts | None = None,
+    ) -> Iterator[list[Answer]]:
+        """GET each key into its buffer. Yields, some at a time, for each: `Got`; the value's length, where that is not
+        the buffer's (it is undefined then); or the server's error. ``stored_keys``: of the records; where they are
+        told, C checks them on the way. ``parts``: of ``buffers``, if they are known.
 
         Keys are asked for in a window that moves with the answers, so that the server always has some to answer. They
         are read in bursts, and yielded once more are asked for: what the caller does with them costs no time then.
         Once ``stop`` is true nothing more is asked for: the iteration ends early.
         """
-        window, burst = _window_and_burst(buffers)
+        checked = self._native is not None and self._native.checks and len(stored_keys) > 0
+        window, burst = _window_and_burst(buffers, _CHECKED_BURST_BYTES if checked else _BURST_BYTES)
+        if self._native is not None and parts is None:
+            parts = Parts.of(buffers)
         asked = read = 0
-        answers: list[bool | int | RespError] = []
+        answers: list[Answer] = []
         while True:
             if asked - read <= window // 2 and asked < len(keys) and not stop():
                 more = keys[asked : read + window]
-                self._begin([b"".join([_command(b"GET", key) for key in more])])
+                self._begin([_gets(more)])
                 asked += len(more)
-            yield from answers
-            left = asked - read
-            if not left:
+            if answers:
+                yield answers
+            if read == asked:
                 return
             answers = []
             try:
-                for buffer in buffers[read : read + min(burst, left)]:
-                    left -= 1
-                    answers.append(self._answer(buffer, left))
+                self._read(stored_keys, buffers, parts, range(read, min(read + burst, asked)), asked, answers)
             except UnavailableError:
-                yield from answers  # these came
+                if answers:
+                    yield answers  # these came
                 raise
             read += len(answers)
-            self.in_step = not left
+            self.in_step = read == asked
 
     def store(
-        self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], options: Sequence[bytes]
-    ) -> Iterator[bool | RespError]:
-        """SET each key from its buffer with ``options`` (NX ...). Yields for each: whether it was set, or an error."""
-        parts: list[Any] = []
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[RecordBuffer],
+        options: Sequence[bytes],
+        *,
+        parts: Parts | None = None,
+    ) -> Iterator[list[bool | RespError]]:
+        """SET each key from its buffer with ``options`` (NX ...). Yields, some at a time, for each: whether it was set,
+        or an error. ``parts``: of ``buffers``, if they are known."""
+        head = b"*%d\r\n%s" % (3 + len(options), _bulk(b"SET"))
         tail = b"\r\n" + b"".join(_bulk(option) for option in options)
-        before = b""
-        for key, (payload, trailer) in zip(keys, buffers, strict=True):
-            head = b"*%d\r\n%s%s$%d\r\n" % (
-                3 + len(options),
-                _bulk(b"SET"),
-                _bulk(key),
-                payload.size + trailer.size,
-            )
-            parts += [before + head, payload, trailer]
-            before = tail
-        self._begin([*parts, before])
-        for left in range(len(keys), 0, -1):
-            line = self._line()
-            if line[:1] == b"-":
-                answer: bool | RespError = RespError(line[1:].decode(errors="replace"))
-            elif line in (b"+OK", b"$-1"):  # $-1: NX, and it was there
-                answer = line == b"+OK"
-            else:
-                raise UnavailableError(f"expected +OK or $-1 for a SET, got {line[:40]!r}: out of step")
-            self.in_step = left == 1
-            yield answer
+        sizes = [payload.size + trailer.size for payload, trailer in buffers]
+        texts = [b"%s$%d\r\n%s\r\n$%d\r\n" % (head, len(key), key, n) for key, n in zip(keys, sizes, strict=True)]
+        texts = texts[:1] + [tail + text for text in texts[1:]] + [tail]
+        if self._native is not None and keys:
+            self.in_step = False
+            try:
+                self._native.send(self._sock.fileno(), texts, Parts.of(buffers) if parts is None else parts)
+            except OSError as error:
+                raise _broken(error) from error
+        else:
+            records = [part for text, buffer in zip(texts, buffers, strict=False) for part in (text, *buffer)]
+            self._begin([*records, tail] if keys else [])
+        left = len(keys)
+        while left:
+            answers: list[bool | RespError] = []
+            try:
+                self._read_stored(min(left, _REPLIES), answers)
+            except UnavailableError:
+                if answers:
+                    yield answers  # these came
+                raise
+            left -= len(answers)
+            self.in_step = not left
+            yield answers
 
     def shut(self) -> None:
         """Make whoever waits on the socket stop waiting, from any thread. The socket is of no more use."""
@@ -149,7 +176,33 @@ class RespSocket:
             if sent:
                 views[first] = views[first][sent:]
 
-    def _answer(self, buffer: RecordBuffer, left: int) -> bool | int | RespError:
+    def _read(
+        self,
+        stored_keys: Sequence[bytes],
+        buffers: Sequence[RecordBuffer],
+        parts: Parts | None,
+        places: range,
+        asked: int,
+        answers: list[Answer],
+    ) -> None:
+        """Append the answers for ``places``; those up to ``asked`` are due."""
+        at = places.start
+        while at < places.stop:
+            if self._native is not None and parts is not None:
+                before = len(answers)
+                try:
+                    due = asked - places.stop
+                    self._ahead = self._native.receive(
+                        self._sock.fileno(), stored_keys, parts, range(at, places.stop), due, self._ahead, answers
+                    )
+                except OSError as error:
+                    raise _broken(error) from error
+                at += len(answers) - before
+            if at < places.stop:
+                answers.append(self._answer(buffers[at], asked - at - 1))
+                at += 1
+
+    def _answer(self, buffer: RecordBuffer, left: int) -> Answer:
         """What `fetch` yields for one key; ``left`` more answers are due."""
         payload, trailer = buffer
         size = payload.size + trailer.size
@@ -162,22 +215,43 @@ class RespSocket:
                 return RespError(line[1:].decode(errors="replace"))
             length = _length(line)
             if length < 0:
-                return False
+                return Got.NONE
             if length != size:
                 self._skip(length + 2)
                 return length
         self._body(payload, trailer, wanted, left)
-        return True
+        return Got.FILLED
 
     def _line(self) -> bytes:
         """The next line, without its end. What was read behind it stays read ahead."""
         while b"\r\n" not in self._ahead:
             # A reply is 5 bytes at least, so that many may be waited for; behind them one by one.
-            more = bytearray(max(SHORTEST_REPLY_BYTES - len(self._ahead), 1))
-            self._receive([more], len(more))
-            self._ahead += more
+            self._read_ahead(SHORTEST_REPLY_BYTES)
         line, _, self._ahead = self._ahead.partition(b"\r\n")
         return line
+
+    def _read_stored(self, count: int, answers: list[bool | RespError]) -> None:
+        """Append what the next ``count`` SETs came to. Most replies are the shortest there are, and come at once."""
+        for left in range(count, 0, -1):
+            if b"\r\n" not in self._ahead:
+                self._read_ahead(SHORTEST_REPLY_BYTES * left)
+                if self._ahead == b"+OK\r\n" * left:
+                    self._ahead = b""
+                    answers += [True] * left
+                    return
+            line = self._line()
+            if line[:1] == b"-":
+                answers.append(RespError(line[1:].decode(errors="replace")))
+            elif line in (b"+OK", b"$-1"):  # $-1: NX, and it was there
+                answers.append(line == b"+OK")
+            else:
+                raise UnavailableError(f"expected +OK or $-1 for a SET, got {line[:40]!r}: out of step")
+
+    def _read_ahead(self, sure: int) -> None:
+        """Read on until ``sure`` bytes are ahead, and one at least."""
+        more = bytearray(max(sure - len(self._ahead), 1))
+        self._receive([more], len(more))
+        self._ahead += more
 
     def _body(self, payload: NDArray[np.uint8], trailer: NDArray[np.uint8], line: bytes, left: int) -> None:
         """Receive a value, its line end, and ahead as much as is sure to come of ``left`` more answers, at most as long
@@ -187,6 +261,8 @@ class RespSocket:
             payload = payload[early:]
         rest = bytearray(2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
         self._receive([payload, trailer, rest], payload.size + trailer.size + len(rest))
+        if rest[:2] != b"\r\n":
+            raise UnavailableError("expected the end of a value, got more of it: out of step")
         self._ahead = bytes(rest[2:])
 
     def _skip(self, count: int) -> None:
@@ -238,16 +314,21 @@ def _length(line: bytes) -> int:
     return int(line[1:])
 
 
-def _window_and_burst(buffers: Sequence[RecordBuffer]) -> tuple[int, int]:
+def _window_and_burst(buffers: Sequence[RecordBuffer], burst_bytes: int) -> tuple[int, int]:
     """How many values to ask for ahead, and how many to read at a time."""
     record_bytes = sum(part.size for part in buffers[0]) if buffers else 1
     window = max(2, min(_WINDOW_PAGES, _WINDOW_BYTES // record_bytes))
-    return window, max(1, min(window // 2, _BURST_BYTES // record_bytes))
+    return window, max(1, min(window // 2, burst_bytes // record_bytes))
+
+
+def _gets(keys: Sequence[bytes]) -> bytes:
+    """A command for each key."""
+    heads = {length: b"*2\r\n$3\r\nGET\r\n$%d\r\n" % length for length in set(map(len, keys))}
+    if len(heads) == 1:  # what most are
+        (head,) = heads.values()
+        return head + (b"\r\n" + head).join(keys) + b"\r\n"
+    return b"".join([heads[len(key)] + key + b"\r\n" for key in keys])
 
 
 def _bulk(data: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(data), data)
-
-
-def _command(*words: bytes) -> bytes:
-    return b"*%d\r\n" % len(words) + b"".join(map(_bulk, words))

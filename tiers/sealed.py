@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import xxhash
 
 from kvtransfer.kernels.errors import RecordError
 from kvtransfer.tiers.base import RecordBuffer
 from kvtransfer.tiers.keys import FORMAT_VERSION
+from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.record import MAGIC, RecordHeader, decode, padded_bytes, payload_checksum, verify_payload
+from kvtransfer.tiers.record_native import record_tools
 
 # Of a trailer (record.py): its start up to the flags; payload length and checksum; its own checksum.
 _START, _PAYLOAD, _OWN = struct.Struct("<8sIII"), struct.Struct("<QQ"), struct.Struct("<Q")
@@ -57,6 +60,20 @@ def whole_or_error(key: bytes, buffer: RecordBuffer) -> RecordError | None:
         if payload_checksum(payload if length == payload.size else payload[:length]) == checksum:
             return None
     return _explained(key, buffer, whole=True)
+
+
+def errors_of(
+    keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, whole: bool, parts: Parts | None = None
+) -> list[RecordError | None]:
+    """`whole_or_error`, or `sealed_or_error`, of many records: by C where there is a compiler, a microsecond a record
+    beside the checksum. ``parts``: of ``buffers``, if they are known. The interpreter lock is given away once.
+    """
+    single = whole_or_error if whole else sealed_or_error
+    tools = record_tools()
+    if tools is None:
+        return [single(key, buffer) for key, buffer in zip(keys, buffers, strict=True)]
+    good = tools.good(keys, Parts.of(buffers) if parts is None else parts, whole=whole)
+    return [None if g else single(key, buffer) for g, key, buffer in zip(good, keys, buffers, strict=True)]
 
 
 def sealed_payload(key: bytes, buffer: RecordBuffer) -> tuple[int, int] | None:

@@ -11,19 +11,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from kvtransfer.kernels.errors import RecordError
-from kvtransfer.tiers.base import RecordBuffer
-from kvtransfer.tiers.quick_check import QuickCheck
+from kvtransfer.tiers.parts import Parts
+from kvtransfer.tiers.quick_check import QuickCheck, Records
 
 _LARGE_BYTES = 256 << 10
 _MOST_HELPERS = 3
 _WAITED_S = 3e-3  # longer than a group is held up by anything but the interpreter lock
 _GROUPS_ALONE = 64
-
-Records = Sequence[tuple[bytes, RecordBuffer]]
 
 
 class Verifier:
@@ -40,19 +37,22 @@ class Verifier:
         self._pool: ThreadPoolExecutor | None = None
         self._alone = 0  # groups to go with one thread
 
-    def whole(self, records: Records) -> list[RecordError | None]:
-        """For each stored key and record, what is wrong with it (see `QuickCheck.whole`)."""
+    def whole(self, records: Records, parts: Parts | None = None) -> list[RecordError | None]:
+        """For each stored key and record, what is wrong with it (see `QuickCheck.whole`). ``parts``: of the buffers, if
+        they are known."""
         if not self._helpers or len(records) < 2 or self._alone > 0:
             self._alone -= self._alone > 0
-            return [self._check.whole(key, buffer) for key, buffer in records]
+            return self._check.many(records, whole=True, parts=parts)
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._helpers, thread_name_prefix=f"{self._name}-verify")
             pool = self._pool
+        parts = Parts.of([buffer for _, buffer in records]) if parts is None else parts
         step = -(-len(records) // (self._helpers + 1))
-        others = [pool.submit(self._part, records[at : at + step]) for at in range(step, len(records), step)]
+        shares = [range(at, min(at + step, len(records))) for at in range(0, len(records), step)]
+        others = [pool.submit(self._part, records, parts, share) for share in shares[1:]]
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
-        found = self._part(records[:step])
+        found = self._part(records, parts, shares[0])
         wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s
         if wall_s - cpu_s > _WAITED_S + cpu_s:
             self._alone = _GROUPS_ALONE
@@ -60,8 +60,9 @@ class Verifier:
             found += other.result()
         return found
 
-    def _part(self, records: Records) -> list[RecordError | None]:
-        return [self._check.whole(key, buffer, gives_lock=True) for key, buffer in records]
+    def _part(self, records: Records, parts: Parts, share: range) -> list[RecordError | None]:
+        mine = records[share.start : share.stop]
+        return self._check.many(mine, whole=True, gives_lock=True, parts=parts.only(share))
 
     def close(self) -> None:
         """End the threads. Nothing may be under way."""

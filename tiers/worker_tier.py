@@ -1,9 +1,9 @@
 """WorkerTier: a tier over a store whose client blocks. Most tiers are a subclass with five short methods.
 
 The verbs cut a batch into jobs and queue them; worker threads run them through the subclass's ``do_...`` methods,
-which are generators that yield an outcome a page. Everything that the contract asks besides is done here: input
-is checked, records are verified, buffers are returned, a store that fails is left alone until it answers, and
-`close` leaves nothing without an outcome. docs/adding_a_tier.md shows a complete one.
+which are generators that yield an outcome a page, one by one or in lists. Everything that the contract asks besides is
+done here: input is checked, records are verified, buffers are returned, a store that fails is left alone until it
+answers, and `close` leaves nothing without an outcome. docs/adding_a_tier.md shows a complete one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from kvtransfer.kernels.errors import (
     ConfigError,
     KVTransferError,
     OwnershipError,
+    RecordError,
     TierError,
     UnavailableError,
 )
@@ -33,10 +34,10 @@ from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle, Ti
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
-from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
+from kvtransfer.tiers.jobs import Job, Outcome, Outcomes, grouped, singly
 from kvtransfer.tiers.pins import PinBook
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
-from kvtransfer.tiers.sealed import sealed_or_error, whole_or_error
+from kvtransfer.tiers.sealed import errors_of
 
 _SETTLE_PAGES = 16  # outcomes are told in groups of this many: it costs a lock each time
 
@@ -280,8 +281,8 @@ class WorkerTier(Tier, ABC):
     def _run(self, job: Job) -> None:
         """Every page of the job gets its outcome, whatever the subclass does."""
         verb = job.batch.verb
-        checked: dict[str, Callable[[Job], Outcomes]] = {
-            "lookup": self.do_lookup,
+        checked: dict[str, Callable[[Job], Iterator[list[Outcome]]]] = {
+            "lookup": lambda job: grouped(self.do_lookup(job)),
             "get": self._get,
             "put": self._put,
             "remove": self._remove,
@@ -292,10 +293,10 @@ class WorkerTier(Tier, ABC):
         moved_bytes = 0
         try:
             with self.health.watching() as answered:
-                for at, status, error, moved in checked[verb](job):
+                for group in checked[verb](job):
                     answered()
-                    known.append((job.positions[at], status, error))
-                    moved_bytes += moved
+                    known += [(job.positions[at], status, error) for at, status, error, *_ in group]
+                    moved_bytes += sum([outcome.moved_bytes for outcome in group])
                     if len(known) >= _SETTLE_PAGES:
                         job.batch.settle_many(known, moved_bytes=moved_bytes)
                         known, moved_bytes = [], 0
@@ -311,49 +312,53 @@ class WorkerTier(Tier, ABC):
             raise
         finally:
             rest = PageStatus.CANCELLED if self._aborted else PageStatus.ERROR
-            settled = {position for position, _, _ in known}
-            known += [(p, rest, missing) for p in job.positions if p not in settled and job.batch.status_now(p) is None]
             job.batch.settle_many(known, moved_bytes=moved_bytes)
+            if silent := job.batch.unsettled(job.positions):
+                job.batch.settle_many([(p, rest, missing) for p in silent])
 
-    def _get(self, job: Job) -> Iterator[Outcome]:
+    def _get(self, job: Job) -> Iterator[list[Outcome]]:
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
         rotten: list[Outcome] = []
-        for outcome in self.do_get(job):
-            checked = self._verified(job, outcome) if outcome.status is PageStatus.OK else outcome
-            if checked.status is PageStatus.CORRUPT:
-                rotten.append(checked)
-            else:
-                yield checked
+        for group in grouped(self.do_get(job)):
+            if all(outcome.checked for outcome in group):  # what most are
+                yield group
+                continue
+            told = group
+            came = [outcome.at for outcome in group if outcome.status is PageStatus.OK and not outcome.checked]
+            wrong = dict(zip(came, self._wrong(job, came), strict=True)) if came else {}
+            if any(wrong.values()) or any(outcome.status is PageStatus.CORRUPT for outcome in group):
+                told = []
+                for outcome in group:
+                    if error := wrong.get(outcome.at):
+                        outcome = outcome._replace(status=PageStatus.CORRUPT, error=error)
+                    (rotten if outcome.status is PageStatus.CORRUPT else told).append(outcome)
+            yield told
         if not rotten:
             return
         failure: BaseException | None = None
         try:
-            for at, status, _, _ in self.do_set_aside(job.only([outcome.at for outcome in rotten])):
+            for at, status, *_ in singly(self.do_set_aside(job.only([outcome.at for outcome in rotten]))):
                 if status is PageStatus.MISS:
                     rotten[at] = rotten[at]._replace(status=PageStatus.MISS)
         except (TierError, OSError) as error:
             failure = error
-        yield from rotten
+        yield rotten
         if failure is not None:
             raise failure
 
-    def _verified(self, job: Job, outcome: Outcome) -> Outcome:
-        key, buffer = job.keys[outcome.at], job.buffers[outcome.at]
-        error = whole_or_error(key, buffer)
-        return outcome if error is None else outcome._replace(status=PageStatus.CORRUPT, error=error)
+    def _wrong(self, job: Job, places: list[int]) -> list[RecordError | None]:
+        """Of these pages, what is wrong with the records that were read."""
+        keys, buffers = [job.keys[at] for at in places], [job.buffers[at] for at in places]
+        return errors_of(keys, buffers, whole=True, parts=job.parts.only(places))
 
-    def _put(self, job: Job) -> Iterator[Outcome]:
+    def _put(self, job: Job) -> Iterator[list[Outcome]]:
         """`do_put` of what is sealed."""
-        good: list[int] = []
-        for at, (key, buffer) in enumerate(zip(job.keys, job.buffers, strict=True)):
-            error = sealed_or_error(key, buffer)
-            if error is None:
-                good.append(at)
-            else:
-                yield Outcome(at, PageStatus.ERROR, error)
-        yield from _some(self.do_put, job, good)
+        wrong = errors_of(job.keys, job.buffers, whole=False, parts=job.parts)
+        if bad := [Outcome(at, PageStatus.ERROR, error) for at, error in enumerate(wrong) if error is not None]:
+            yield bad
+        yield from _some(self.do_put, job, [at for at, error in enumerate(wrong) if error is None])
 
-    def _remove(self, job: Job) -> Iterator[Outcome]:
+    def _remove(self, job: Job) -> Iterator[list[Outcome]]:
         """`do_remove` of what is neither pinned nor being read."""
         read = {key for batch in self.book.batches() if batch.verb == "get" for key in batch.keys}
         free: list[int] = []
@@ -361,19 +366,19 @@ class WorkerTier(Tier, ABC):
             if key in read or self.pins.holds(key):
                 why = "is being read" if key in read else "is pinned"
                 error = OwnershipError(f"{self.name}: remove: expected a page that nobody holds, got one that {why}")
-                yield Outcome(at, PageStatus.ERROR, error)
+                yield [Outcome(at, PageStatus.ERROR, error)]
             else:
                 free.append(at)
         yield from _some(self.do_remove, job, free)
 
-    def _pin(self, job: Job) -> Iterator[Outcome]:
+    def _pin(self, job: Job) -> Iterator[list[Outcome]]:
         """`do_pin`, remembered."""
-        for outcome in self.do_pin(job):
+        for outcome in singly(self.do_pin(job)):
             if outcome.status is PageStatus.OK:
                 self.pins.pin(job.keys[outcome.at], job.ttl_s)
             elif outcome.status is PageStatus.MISS:
                 self.pins.forget(job.keys[outcome.at])
-            yield outcome
+            yield [outcome]
 
     def _abort(self) -> None:
         self._aborted = True
@@ -393,8 +398,10 @@ class WorkerTier(Tier, ABC):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[Outcome]:
+def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[list[Outcome]]:
     """``do`` of some pages of a job, with their positions in the whole of it."""
-    if places:
-        for outcome in do(job.only(places)):
-            yield outcome._replace(at=places[outcome.at])
+    if len(places) == len(job.keys):
+        yield from grouped(do(job))
+    elif places:
+        for group in grouped(do(job.only(places))):
+            yield [outcome._replace(at=places[outcome.at]) for outcome in group]
