@@ -134,8 +134,8 @@ class TierMaker:
 
     def check(self, name: str, tier: Tier) -> None:
         """Raise ConfigError where ranks would take each other's pages for their own: the keys don't tell them apart,
-        and ``tier``, which others share, has no records by head group, or keeps those of this process alone under a
-        ``namespace`` that ranks of other TP sizes have too (`RankPart.own_namespace`)."""
+        and ``tier``, which others share, has no records by head group, or those of another rank; or it keeps those of
+        this process alone under a ``namespace`` that ranks of other TP sizes have too (`RankPart.own_namespace`)."""
         part = self.part
         if part is None or not part.by_group or part.shard.head_parts == 1:
             return
@@ -144,6 +144,13 @@ class TierMaker:
                 f"tiers.{name}: expected share_across_tp here too, since keys don't tell tensor-parallel ranks apart "
                 "where a tier has it, got a shared tier without; set it for this one, or for all"
             )
+        if isinstance(tier, HeadGroupTier):
+            mine, got = self._groups(name, tier.groups.count), tier.groups
+            if (mine.owned, mine.layers) != (got.owned, got.layers):
+                raise ConfigError(
+                    f"tiers.{name}: expected head groups {[*mine.owned]} of {mine.count}, layers {mine.layers}, which "
+                    f"this rank holds, got {[*got.owned]} of {got.count}, layers {got.layers}; make it for this rank"
+                )
         namespace = getattr(tier, "namespace", None)  # a disk's
         if not tier.shared and isinstance(namespace, bytes) and namespace != self._own_namespace():
             raise ConfigError(

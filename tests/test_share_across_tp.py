@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.pool import KVPool
 from kvtransfer.tier_build import RankPart, TierMaker
+from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.disk_folder import Place
 from kvtransfer.tiers.head_group_tier import HeadGroupTier
@@ -266,6 +267,55 @@ def test_one_that_is_attached_later(store: dict[str, Any], opened: ExitStack) ->
     alone = open_rank(opened, 1, 0, plain)  # its keys are those of all heads anyway
     alone.cache.attach("far", options)
     alone.check(tokens, whole)
+
+
+def test_one_that_is_attached_ready_made(
+    store: dict[str, Any], opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `create` refuses is refused later as well, before the tier is touched."""
+    config = config_of({"kind": "memory", "cache_gb": 0.01}, share_across_tp=2)
+    tokens = fresh().integers(0, 2**31, PAGES * MODEL.page_size).tolist()
+    whole = random_bytes(fresh(), PAGES, MODEL.page_bytes)
+    spec = MODEL.select_heads(0, 2)
+    parts = [RankPart.configured(config, MODEL, shard_of(2, rank)) for rank in range(2)]
+    groups = [part.groups(2, MODEL.select_heads(rank, 2)) for rank, part in enumerate(parts)]
+    told: list[Any] = []
+
+    def plain() -> Tier:
+        return opened.enter_context(closing(TierMaker(spec, bytes(32))("far", store)))
+
+    def by_group(of: int) -> Tier:
+        return opened.enter_context(closing(HeadGroupTier(plain(), groups[of])))
+
+    for rank in range(2):
+        cache = (one := open_rank(opened, 2, rank, config)).cache
+        disk = TierMaker(spec, cache.scope.namespace, Place(tp=rank))("far", disk_of(tmp_path / "disk"))
+        for tier, match in (
+            (plain(), r"tiers\.far: expected share_across_tp here too"),
+            (by_group(1 - rank), rf"tiers\.far: expected head groups \[{rank}\] of 2, .*got \[{1 - rank}\] of 2"),
+            (opened.enter_context(closing(disk)), r"tiers\.far: expected a tier under the namespace of this rank's"),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setattr(tier, "register", told.append)
+                with pytest.raises(ConfigError, match=match):
+                    cache.attach("far", tier)
+            with pytest.raises(ConfigError, match=match):
+                open_rank(opened, 2, rank, config, tiers={"far": tier}, scope=cache.scope)
+            assert not told and "far" not in cache.stats().tiers
+        cache.attach("far", by_group(rank))
+        one.store(tokens, whole)
+        cache.flush("host")
+        until(lambda cache=cache: cache.directory.idle, "it is empty")  # type: ignore[misc]
+        cache.flush("store")
+        until(lambda cache=cache: cache.directory.idle, "it is empty")  # type: ignore[misc]
+        one.check(tokens, whole)
+        cache.detach("far")
+    alone = open_rank(opened, 1, 0, config)
+    alone.cache.attach("far", plain())  # at TP 1 nobody is told apart, and nothing of theirs is met
+    job = alone.cache.prefetch(tokens)
+    until(lambda: job.done, "it has ended")
+    assert job.usable_pages == 0
+    alone.cache.detach("far")
 
 
 def test_what_is_refused(store: dict[str, Any], opened: ExitStack, tmp_path: Path) -> None:
