@@ -78,6 +78,12 @@ class LowerTier:
         )
         self._sequence = itertools.count(time.time_ns())
 
+    @property
+    def knows_memory(self) -> bool:
+        """Whether the tier has to be told where the host's memory goes or comes: until `close` has got so far, even if
+        the tier itself has not ended then."""
+        return self._reads.registered
+
     def begin(self, command: KeyCommand) -> TierHandle:
         """Begin to carry it out. Reads all of the payload to seal it: not for a thread that others wait for."""
         keys = stored_keys(command.scope.salt, command.scope.namespace, command.keys, self._shard)

@@ -349,7 +349,7 @@ class Mover:
             else:
                 with self._tiers:
                     with self._lock:
-                        tiers = [lower.tier for lower in self._lower.values()]
+                        tiers = [lower.tier for lower in self._lower.values() if lower.knows_memory]
                     resize_host(self.host, command.capacity_pages, tiers)
         except Exception as error:  # kept: it is what became of the command
             code, said = CANCELLED if isinstance(error, TransferCancelled) else ERROR, _said(error)

@@ -15,7 +15,7 @@ from engine_helpers import LIMIT_S, until
 from numpy.typing import NDArray
 from test_mover import KEYS, Bench, demote, ids, promote
 
-from kvtransfer.commands import Lookup, Store
+from kvtransfer.commands import Lookup, Resize, Store
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, OwnershipError, TierError
 from kvtransfer.tiers.base import PageStatus, Tier
 from kvtransfer.tiers.faulty import Fault, FaultyTier
@@ -163,6 +163,90 @@ def test_a_tier_whose_client_fails_is_gone_all_the_same(bench: Bench, owned: boo
     with pytest.raises(ConfigError):
         bench.mover.detach("far")
     bench.mover.close(timeout_s=LIMIT_S)
+
+
+SIZES = (9, 32, 1, 32, 20)  # of the host: the memory of each is other parts
+
+
+@pytest.fixture
+def parted(tmp_path: Path) -> Iterator[Bench]:
+    """The host's memory in many parts, so that every other size has others."""
+    made = Bench(tmp_path, mover={"deadline_s": 0.3}, slots=32, host={"chunk_bytes": 1 << 14})
+    try:
+        yield made
+        assert not made.twice
+    finally:
+        made.parts.close()
+
+
+def resize(bench: Bench, pages: int) -> list[PageStatus]:
+    return bench.ask(Resize(id=1000 + len(bench.acks), tier="host", capacity_pages=pages))
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["ends late", "fails, and ends late"])
+def test_the_host_is_resized_beside_a_tier_that_knows_it_no_more(parted: Bench, refused: bool) -> None:
+    """It is not told again: not of what goes, which it has forgotten, nor of what comes."""
+    bench, tier = parted, attached(parted, True)
+    other = Counted(bench.parts.maker("other", MEMORY))
+    bench.mover.attach("other", other)
+    bench.parts.tiers["other"] = other
+    whole = other.parts
+    tier.ends = False
+    tier.refuse = TierError("the client is gone") if refused else None
+    with pytest.raises(DeadlineExceeded):
+        bench.mover.detach("far", timeout_s=0.1)
+    told = tier.calls_of.copy()
+    assert tier.parts == int(refused)
+    for size in SIZES:
+        assert resize(bench, size) == [OK]
+        assert bench.mover.host.ready_slots == size
+        assert {start for start, count in other.known.items() if count} == {
+            address_range(part)[0] for part in bench.mover.host.parts()
+        }
+        with pytest.raises(DeadlineExceeded):
+            bench.mover.detach("far", timeout_s=0.1)
+    assert (tier.calls_of["register"], tier.calls_of["unregister"]) == (told["register"], told["unregister"])
+    assert 0 < other.parts < whole
+    tier.ends, tier.refuse = True, None
+    bench.mover.detach("far", timeout_s=LIMIT_S)
+    bench.mover.detach("other", timeout_s=LIMIT_S)
+    assert other.parts == 0 and tier.parts == int(refused)
+    bench.mover.attach("far", again := Counted(bench.parts.maker("far", MEMORY)))  # at the size that is now
+    assert resize(bench, 5) == [OK] and resize(bench, 31) == [OK]
+    bench.mover.detach("far")
+    assert again.parts == 0
+    again.close()
+
+
+@pytest.mark.parametrize("owned", [False, True])
+@pytest.mark.parametrize("how", ["a batch", "a refusal"])
+def test_the_host_is_resized_beside_a_tier_that_knows_it_still(parted: Bench, how: str, owned: bool) -> None:
+    """It is told of what goes and comes until it lets go."""
+    bench, tier = parted, attached(parted, owned)
+    assert bench.ask(Store(id=1, pages=ids(5, 6, 7, 8), tier="host", slots=ids(0, 1, 2, 3))) == [OK] * 4
+    if how == "a batch":
+        stall(tier, "put")
+        bench.mover.submit([demote(3, ids(0, 1, 2, 3))])
+        until(lambda: tier.faults_struck, "the tier has it")
+    else:
+        tier.refuse = OwnershipError("a batch uses it")
+    for size in (9, 32, 20, 26):
+        with pytest.raises((DeadlineExceeded, OwnershipError)):
+            bench.mover.detach("far", timeout_s=0.1)
+        assert resize(bench, size) == [OK] and bench.mover.host.ready_slots == size
+        assert {start for start, count in tier.known.items() if count} == {
+            address_range(part)[0] for part in bench.mover.host.parts()
+        }
+    tier.refuse = None
+
+    def ended() -> bool:
+        tier.release()  # (the call may be yet to come to its stall)
+        return how == "a refusal" or 3 in bench.acks
+
+    until(ended, "an answer")
+    bench.mover.detach("far", timeout_s=LIMIT_S)
+    assert tier.parts == 0 and tier.calls_of["unregister"] == tier.calls_of["register"]
+    assert tier.calls_of["close"] == owned
 
 
 def test_a_mover_that_could_not_close_closes_later(bench: Bench) -> None:

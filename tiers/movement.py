@@ -117,6 +117,11 @@ class Movement:
             ids = host_ids(slots, self.host.num_slots, "host slot", distinct=True)
         return self._start("prefetch", keys, ids, deadline_s, policy=policy, after=after, allocate=slots is None)
 
+    @property
+    def registered(self) -> bool:
+        """Whether the tier was told of the slab here, and not yet that it goes."""
+        return self._registered
+
     def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
         """Finish or cancel what is under way (see `Tier.close`), and unregister the slab. Leaves the tier open. After
         DeadlineExceeded or OwnershipError the tier knows the slab still: call it again."""
