@@ -103,6 +103,7 @@ def create(
             deadline_s=config.deadline_s,
             batch_pages=min(config.write.batch_pages, 128),
             make_tier=maker,
+            check_tier=maker.check,
             observer=observer,
         )
         mine(mover.close)

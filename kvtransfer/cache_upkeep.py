@@ -86,7 +86,7 @@ class CacheUpkeep(CacheCore):
         """Add a lower tier below the others while running, or take one back. ``tier``: a `Tier`, which stays yours; or
         its options as a configuration has them (``{"kind": "redis", "url": ...}``), from which the mover makes it: the
         only way where the mover is another process. ``write``, ``evict``, ``ask``: see `TierPlan`. Blocks until the
-        tier knows the host's memory."""
+        tier knows the host's memory. Raises ConfigError on a tier that `create` would refuse."""
         self._require_open()
         facts = self.mover.attach(name, tier)
         try:

@@ -59,6 +59,7 @@ class Mover:
             does not let go of has no status until it does.
         in_flight, batch_pages: batches with each lower tier at a time, and the most pages of one.
         make_tier: makes a tier from its name and options, for `attach` (`kvtransfer.tier_build.TierMaker`).
+        check_tier: refuses a tier that is given, ready made, by raising ConfigError (`TierMaker.check`).
         observer: told what the movements tell.
 
     Streams: a store or a load is fenced against all streams of the pool as they stand when `submit` is called; commands
@@ -76,13 +77,15 @@ class Mover:
         in_flight: int = 4,
         batch_pages: int = 128,
         make_tier: Callable[[str, Any], Tier] | None = None,
+        check_tier: Callable[[str, Tier], object] = lambda name, tier: None,
         observer: Observer = NO_OBSERVER,
     ) -> None:
         if not 0 < deadline_s <= 1e6:
             raise ConfigError(f"mover: deadline_s: expected seconds above 0, got {deadline_s}")
         self.engine, self.host, self.host_name = engine, engine.host, host_name
         self.shard = Shard.whole(engine.pool.spec) if shard is None else shard
-        self._deadline_s, self._observer, self._make_tier = deadline_s, observer, make_tier
+        self._deadline_s, self._observer = deadline_s, observer
+        self._make_tier, self._check_tier = make_tier, check_tier
         self._in_flight, self._batch_pages = in_flight, batch_pages
         self._lock = threading.Lock()
         self._under = UnderWay()
@@ -140,7 +143,8 @@ class Mover:
 
     def attach(self, name: str, tier: Tier | Mapping[str, Any]) -> TierFacts:
         """Take commands for one more tier. Blocks until it knows the host's memory. Options instead of a tier: it is
-        made here, and closed at `detach` or `close`."""
+        made here, and closed at `detach` or `close`. Raises ConfigError, before the tier is touched, where it does
+        not fit (``check_tier``), too."""
         self._require_new(name)
         owned = not isinstance(tier, Tier)
         if not isinstance(tier, Tier):
@@ -149,6 +153,8 @@ class Mover:
                     f"attach: expected a mover with make_tier for the options of {name!r}, got one without"
                 )
             tier = self._make_tier(name, tier)
+        else:
+            self._check_tier(name, tier)
         with self._tiers:
             try:
                 self._require_new(name)  # another thread may have been faster

@@ -40,7 +40,8 @@ class DiskTier(DiskReading):
                 again.
         spec: of the records of this process (its share of layers and heads).
         namespace: of the model served (keys.py): names the folder, so that another model's records are never met.
-            Records of the model's adapters may lie in it: their stored keys differ.
+            Records of the model's adapters may lie in it: their stored keys differ. Where keys are those of all heads
+            (``share_across_tp``), that of this rank's part: `kvtransfer.tier_build.RankPart.own_namespace`.
         capacity_bytes: of everything that is kept, records, trailers, journals; of all ``owners`` processes together. A
             process takes its share and says how much that is.
         capacity_pages: instead: exactly how many records this process may keep; journals come on top.
@@ -117,7 +118,7 @@ class DiskTier(DiskReading):
             name, files, disk.table, disk.slabs, page_bytes=spec.page_bytes, slot_bytes=disk.slot_bytes,
             trailer_bytes=disk.trailer_bytes, clock=clock, observer=observer,
         )  # fmt: skip
-        self.folders = disk.folders
+        self.folders, self.namespace = disk.folders, plan.namespace
         self._found = {"recovered": len(disk.table), "journal_damaged": disk.damaged}
         self._pins = PinBook()
         self._full_share = full_share
