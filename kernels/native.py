@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import sysconfig
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from kvtransfer.kernels.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/kvtransfer``, or ``~/.cache/kvtransfer``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvtransfer"
+
+
+def once(make: Callable[[], T]) -> Callable[[], T]:
+    """``make``, carried out at the first call alone. Who calls meanwhile waits: `functools.cache` would do it twice."""
+    lock = threading.Lock()
+    made: list[T] = []
+
+    def get() -> T:
+        if not made:
+            with lock:
+                if not made:
+                    made.append(make())
+        return made[0]
+
+    return functools.wraps(make)(get)
 
 
 def build(source: Path, folder: Path | None = None) -> Path:

@@ -178,7 +178,9 @@ class Answers(Moves):
         """A tier has answered a read. What it could not give comes from the next one that has it."""
         move, codes, pages = flight.move, flight.codes, flight.pages
         assert move is not None and flight.source is not None
-        if not flight.cancelled:
+        # The haste of a load says nothing of a tier that had less time for it than it gets between two looks.
+        hurried = 0 < command.within_s < self.retry_s[0] and bool((codes == CANCELLED).all())
+        if not flight.cancelled and not hurried:
             self._heard(self._books[flight.source], codes, command)
         if not self._reads(move) or flight.ok.all():
             return

@@ -123,6 +123,32 @@ def test_records_over_memory_of_the_tier_or_straight(shared: MooncakeLab, put: i
     target.close()
 
 
+class SmallRegions:
+    """A client that takes no large memory, as under a limit on locked memory; everything else is the store's."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def register_buffer(self, start: int, nbytes: int) -> int:
+        return int(self._store.register_buffer(start, nbytes)) if nbytes < 1 << 20 else -600
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_client_that_takes_no_more_memory_gets_two_pieces(shared: MooncakeLab) -> None:
+    with shared.make(store=SmallRegions(shared.client)) as tier:
+        source, target = Arena(9).fill(), Arena(18, tier=tier)
+        for at, buffer in enumerate(source.buffers):
+            target.buffers[at].payload[:], target.buffers[at].trailer[:] = buffer.payload, buffer.trailer
+        done(tier.put_from(source.keys, target.buffers[:9])).require()
+        done(tier.get_into(source.keys, target.buffers[9:])).require()
+        assert target.images()[9:] == target.images()[:9] == source.images()
+        assert tier.stats().counters["times_down"] == 0
+    source.close()
+    target.close()
+
+
 def test_records_of_several_lengths_in_a_batch(shared: MooncakeLab) -> None:
     """Those go straight: they do not lie in rows."""
     with shared.make() as tier:

@@ -347,6 +347,21 @@ def test_time_is_shared_between_the_tiers_that_have_a_page() -> None:
     assert [read.within_s for read in bench.drain()] == [0.0]
 
 
+def test_a_tier_is_not_blamed_for_the_haste_of_a_load() -> None:
+    """Half of a short deadline was too little for it: the load goes on elsewhere, and it stays up for all others."""
+    bench = Bench(NEAR, FAR)
+    tokens = bench.below(3)
+    job, pages = bench.load(tokens, deadline_s=0.02)
+    [read] = bench.take(Promote)
+    assert read.source == "near" and read.within_s == 0.01
+    bench.answer(read, [CANCELLED] * 3)
+    assert not bench.down("near")
+    assert [again.source for again in bench.drain()] == ["far"]
+    assert job.done and job.usable_pages == 3
+    bench.memory.verify(job, tokens, pages)
+    bench.check()
+
+
 def test_tiers_are_not_blamed_for_a_mover_that_is_gone() -> None:
     bench = Bench(NEAR, FAR)
     tokens = bench.below(3)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +15,7 @@ import pytest
 from kernel_helpers import fresh_generator
 
 import kvtransfer.tiers.record_native as record_native
-from kvtransfer.kernels.native import build
+from kvtransfer.kernels.native import build, once
 from kvtransfer.tiers.base import RecordBuffer
 from kvtransfer.tiers.bounce import Bounce
 from kvtransfer.tiers.keys import Shard
@@ -186,3 +189,70 @@ def test_errors_without_a_compiler_are_the_same(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("kvtransfer.tiers.sealed.record_tools", lambda: None)
     assert [str(error) for error in errors_of(keys, buffers, whole=True)] == by_c
     assert by_c[2].startswith("payload checksum") and by_c.count("None") == 4
+
+
+@pytest.mark.parametrize("order", [[1, 0], [2, 0, 1], [1, 2], [0, 0, 0], []])
+def test_verdicts_follow_the_order_that_was_asked_for(order: list[int]) -> None:
+    """One key for all: the verdict of a good copy must not reach a bad one."""
+    rng = fresh_generator()
+    key, first = sealed(rng, 8192)
+    records = [first]
+    for _ in range(2):
+        payload = first.payload.copy()
+        payload[int(rng.integers(8192))] ^= 1 << int(rng.integers(8))
+        records.append(RecordBuffer(payload, first.trailer.copy()))
+    bad = [False, True, True]
+    some = [records[at] for at in order]
+    errors = errors_of([key] * len(order), some, whole=True, parts=Parts.of(records).only(order))
+    assert [error is not None for error in errors] == [bad[at] for at in order]
+
+
+def test_c_is_built_once_and_whoever_asks_meanwhile_waits() -> None:
+    built: list[int] = []
+    begun = threading.Barrier(4)
+
+    def make() -> int:
+        built.append(0)
+        time.sleep(0.05)
+        return len(built)
+
+    get = once(make)
+
+    def ask() -> int:
+        begun.wait(10)
+        return get()
+
+    with ThreadPoolExecutor(4) as threads:
+        assert [f.result(10) for f in [threads.submit(ask) for _ in range(4)]] == [1, 1, 1, 1]
+    assert get() == 1 == len(built)
+
+
+@pytest.mark.parametrize("make", ["RedisTier('redis://127.0.0.1:9', prefix='t').close()", "DiskTier"])
+def test_tiers_build_before_their_first_page(tmp_path: Path, make: str) -> None:
+    """A build takes seconds; a worker's call has a limit, and what passes it counts as a server that is down."""
+    if make == "DiskTier":
+        make = f"DiskTier({str(tmp_path / 'disk')!r}, KVSpec.attention(1, 8, 1, 16, 2), namespace=bytes(32),"
+        make += " capacity_bytes=1 << 24).close()"
+    code = (
+        "import os, pathlib, threading\n"
+        "import kvtransfer.kernels.native as native\n"
+        "real, seen = native.subprocess.run, []\n"
+        "def run(*a, **k):\n"
+        "    seen.append(threading.current_thread() is threading.main_thread())\n"
+        "    return real(*a, **k)\n"
+        "native.subprocess.run = run\n"
+        "from kvtransfer.kernels.spec import KVSpec\n"
+        "from kvtransfer.tiers.disk import DiskTier\n"
+        "from kvtransfer.tiers.redis import RedisTier\n"
+        f"{make}\n"
+        "assert seen and all(seen), seen\n"
+        "from kvtransfer.tiers.record_native import record_tools\n"
+        "count = len(seen); assert record_tools() is not None and len(seen) == count\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -20,6 +20,7 @@ from kvtransfer.tiers.base import PageStatus, Tier, TierHandle
 redis = pytest.importorskip("redis")
 RedisTier = pytest.importorskip("kvtransfer.tiers.redis").RedisTier
 OK, MISS, ERROR, NO_ROOM = PageStatus.OK, PageStatus.MISS, PageStatus.ERROR, PageStatus.NO_ROOM
+CORRUPT = PageStatus.CORRUPT
 
 
 class RedisLab(Lab):
@@ -201,6 +202,17 @@ def test_pages_expire_unless_they_are_pinned(shared: RedisLab) -> None:
             left = [client.pttl("test:" + key.hex()) for key in source.keys]
         assert left[0] == -1 and left[1] > 20_000 and 0 < left[2] <= 400 and 0 < left[3] <= 400
         eventually(lambda: statuses(tier.lookup(source.keys)) == (OK, OK, MISS, MISS))
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 255])
+def test_a_value_of_any_other_length_is_corrupt(shared: RedisLab, length: int) -> None:
+    """However few its bytes: their number must not be taken for a verdict. The others are right."""
+    with opened(shared) as (tier, arena):
+        source, target = arena(4).fill(), arena(4)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        with shared.client() as client:
+            client.set("test:" + source.keys[2].hex(), b"x" * length)
+        assert statuses(tier.get_into(source.keys, target.buffers)) == (OK, OK, CORRUPT, OK)
 
 
 def test_keys_carry_the_prefix_and_other_prefixes_never_hit(shared: RedisLab) -> None:

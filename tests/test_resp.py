@@ -81,7 +81,7 @@ def run(peer: Peer, work: Callable[[RespSocket], Any], timeout_s: float = 5) -> 
 def each(some: Iterator[list[Any]]) -> Iterator[Any]:
     """A `Got` as whether it was there."""
     for answers in some:
-        yield from (answer > Got.NONE if isinstance(answer, Got) else answer for answer in answers)
+        yield from (answer is not Got.NONE if isinstance(answer, Got) else answer for answer in answers)
 
 
 def all_of(some: Iterator[list[Any]]) -> list[Any]:

@@ -27,6 +27,7 @@ from kvtransfer.tiers.eviction import LRU, EvictionPolicy
 from kvtransfer.tiers.io import Storage
 from kvtransfer.tiers.keys import Namespace
 from kvtransfer.tiers.pins import PinBook
+from kvtransfer.tiers.record_native import record_tools
 from kvtransfer.tiers.storage import EngineKind, FileStorage
 
 
@@ -86,6 +87,7 @@ class DiskTier(DiskReading):
         storage: Storage | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        record_tools()  # built now, not by the first page
         plan = DiskPlan(
             name=name,
             paths=paths,

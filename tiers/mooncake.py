@@ -103,7 +103,9 @@ class MooncakeTier(WorkerTier):
         self._config.replica_num = replicas
         self._own_store = store is None
         self._store = MooncakeDistributedStore() if store is None else store
-        self._records = MooncakeRecords(self._store, self._config, bounce_bytes, job_pages, self._ready)
+        self._records = MooncakeRecords(
+            self._store, self._config, bounce_bytes, job_pages, self._ready, lambda why: observer.fell_back(name, why)
+        )
         self._connected = store is not None
         self._closed = False
         self._changing = threading.Lock()  # held while the client is set up, probed or closed

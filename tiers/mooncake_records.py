@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.errors import TierError, UnavailableError
 from kvtransfer.tiers.bounce import Bounce
 from kvtransfer.tiers.jobs import Job
 from kvtransfer.tiers.parts import Parts
@@ -26,14 +27,24 @@ class MooncakeRecords:
     bounce_bytes   longest record that goes as one piece; where there is no compiler none does
     job_pages      most records in a call
     ready          registers memory with the client; False: that is not set up. Raises TierError
+    fell_back      is told why records go as two pieces
     """
 
     def __init__(
-        self, store: Any, config: Any, bounce_bytes: int, job_pages: int, ready: Callable[[NDArray[np.uint8]], bool]
+        self,
+        store: Any,
+        config: Any,
+        bounce_bytes: int,
+        job_pages: int,
+        ready: Callable[[NDArray[np.uint8]], bool],
+        fell_back: Callable[[str], None],
     ) -> None:
         self._store, self._config = store, config
-        self._bounce_bytes, self._job_pages, self._ready = bounce_bytes, job_pages, ready
+        self._bounce_bytes, self._job_pages = bounce_bytes, job_pages
+        self._ready, self._fell_back = ready, fell_back
+        record_tools()  # built now, not in a worker's first call, whose time is limited
         self._bounces: dict[int, Bounce] = {}  # by thread
+        self._refused: set[int] = set()  # threads that got none
 
     def get(self, names: list[str], job: Job) -> Iterator[tuple[list[int], list[int], bytes]]:
         """(positions, codes, which were found whole already) until every page has its code. The client fills one buffer
@@ -74,12 +85,19 @@ class MooncakeRecords:
         return (self._bounce() if goes else None), each
 
     def _bounce(self) -> Bounce | None:
-        """The calling thread's, made at first use; None where there is none."""
+        """The calling thread's, made at first use; None where there is none, or where the client took no more memory:
+        records go as two pieces then."""
         me, tools = threading.get_ident(), record_tools()
-        if me not in self._bounces and tools is not None:
+        if me not in self._bounces and me not in self._refused and tools is not None:
             made = Bounce(self._bounce_bytes * self._job_pages, tools)
-            if self._ready(made.memory):
-                self._bounces[me] = made
+            try:
+                if self._ready(made.memory):
+                    self._bounces[me] = made
+            except UnavailableError:
+                raise  # the store, not the memory
+            except TierError as error:
+                self._refused.add(me)
+                self._fell_back(f"records go as two pieces, more slowly: {error}")
         return self._bounces.get(me)
 
     def memory(self) -> list[NDArray[np.uint8]]:

@@ -50,11 +50,11 @@ class Parts:
         return Parts(self.where[first:], self.sizes[first:])
 
     def only(self, places: Sequence[int]) -> Parts:
-        """Those of just these records."""
-        if len(places) == len(self.where):
-            return self
+        """Those of just these records, in this order."""
         first, count = places[0] if places else 0, len(places)
         if places == range(first, first + count) or list(places) == list(range(first, first + count)):
+            if count == len(self.where):
+                return self
             return Parts(self.where[first : first + count], self.sizes[first : first + count])
         return Parts(self.where[list(places)], self.sizes[list(places)])
 

@@ -7,12 +7,11 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.kernels.native import build
+from kvtransfer.kernels.native import build, once
 from kvtransfer.tiers.keys import FORMAT_VERSION
 from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.record import MAGIC
@@ -94,7 +93,7 @@ def _function(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
     return found
 
 
-@cache
+@once
 def record_tools() -> RecordTools | None:
     """The C functions, built at the first call; None where that fails, or on a machine of the other byte order."""
     if sys.byteorder != "little":

@@ -98,6 +98,7 @@ class RedisTier(WorkerTier):
             observer=observer,
         )
         self._answer_s = timeout_s
+        native_wire()  # built now, not in a worker's first call, whose time is limited
         self.start()
 
     # --- jobs

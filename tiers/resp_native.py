@@ -8,13 +8,12 @@ import enum
 import os
 from array import array
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from kvtransfer.kernels.errors import ConfigError, UnavailableError
-from kvtransfer.kernels.native import build
+from kvtransfer.kernels.native import build, once
 from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.record_native import START, RecordTools, record_tools
 
@@ -22,8 +21,9 @@ AHEAD_BYTES = 64  # room of `ahead` in resp.c
 _ALL, _OTHER_ANSWER, _NO_LINE_END, _CLOSED, _BROKEN = range(5)
 
 
-class Got(enum.IntEnum):
-    """What came of a GET whose record has the length that it should have; as in resp.c."""
+class Got(enum.Enum):
+    """What came of a GET whose record has the length that it should have; as in resp.c. No numbers: a value of another
+    length is told by its length, which must not be taken for one of these."""
 
     NONE = 0  # there is no value
     FILLED = 1  # the record's memory is filled
@@ -97,7 +97,7 @@ class NativeWire:
             raise OSError(code.value, os.strerror(code.value))
 
 
-@cache
+@once
 def native_wire() -> NativeWire | None:
     """The C functions, built at the first call; None where that fails."""
     try:
