@@ -159,6 +159,7 @@ class MooncakeOptions(SharedOptions, frozen=True, kw_only=True):
     segment_gb: SizeOrZero = 0.0
     local_buffer_gb: SizeOrZero = 0.0
     replicas: Count = 1
+    bounce_bytes: Annotated[int, Meta(ge=0, le=1 << 30)] | None = None
     lease_s: Seconds = 5.0
     timeout_s: Seconds = 5.0
     workers: Count = 2
@@ -167,7 +168,7 @@ class MooncakeOptions(SharedOptions, frozen=True, kw_only=True):
     def settings(self) -> dict[str, Any]:
         return {
             **self.named("master", "hostname", "prefix", "metadata", "protocol", "devices", "replicas", "lease_s"),
-            **self.named("timeout_s", "workers", "job_pages"),
+            **self.named("bounce_bytes", "timeout_s", "workers", "job_pages"),
             "segment_bytes": gb_to_bytes(self.segment_gb),
             "local_buffer_bytes": gb_to_bytes(self.local_buffer_gb),
         }

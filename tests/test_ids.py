@@ -142,8 +142,8 @@ def test_a_busy_thread_gets_no_turn_in_between() -> None:
     thread.start()
     try:
         for work in works(id_tools()):
-            assert min(pause_share(work) for _ in range(5)) > 0.7
-        assert any(pause_share(works(NumpyIds())[0]) < 0.7 for _ in range(100))
+            assert min(pause_share(work) for _ in range(5)) > 0.5  # the rest is Python's, around the pass
+        assert any(pause_share(works(NumpyIds())[0]) < 0.5 for _ in range(100))
     finally:
         over.set()
         thread.join()
