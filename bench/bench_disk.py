@@ -25,7 +25,7 @@ import numpy as np
 from bench_rows import Options, Row
 
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.tiers.base import RecordBuffer, TierHandle
+from kvtransfer.tiers.base import RecordBuffer, Tier, TierHandle
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.io import Storage, Transfer
@@ -63,19 +63,23 @@ class Pages:
             some = order[at : at + BATCH_PAGES]
             yield [self.keys[i] for i in some], [self.buffers[i] for i in some]
 
+    def through(self, tier: Tier, verb: str, order: Sequence[int]) -> None:
+        """Put or get the pages of ``order``, `IN_FLIGHT` batches under way; returns when all have ended well."""
+        handles: list[TierHandle] = []
+        for keys, buffers in self.batches(order):
+            if len(handles) >= IN_FLIGHT:
+                handles.pop(0).result().require()
+            handles.append(tier.put_from(keys, buffers) if verb == "put" else tier.get_into(keys, buffers))
+        for handle in handles:
+            handle.result().require()
+
 
 def passed(tier: DiskTier, pages: Pages, verb: str, order: Sequence[int]) -> float:
     """GB/s of payload of one pass over the pages of ``order``, with `IN_FLIGHT` batches under way."""
     if verb == "put":
         tier.remove([pages.keys[i] for i in order]).result()  # at the first pass there is nothing to remove
-    handles: list[TierHandle] = []
     started = time.perf_counter()
-    for keys, buffers in pages.batches(order):
-        if len(handles) >= IN_FLIGHT:
-            handles.pop(0).result().require()
-        handles.append(tier.put_from(keys, buffers) if verb == "put" else tier.get_into(keys, buffers))
-    for handle in handles:
-        handle.result().require()
+    pages.through(tier, verb, order)
     return len(order) * pages.page_bytes / (time.perf_counter() - started) / 1e9
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import redis
-from bench_disk import BATCH_PAGES, IN_FLIGHT, Pages
+from bench_disk import BATCH_PAGES, Pages
 from bench_rows import Options, Row
 from mooncake.store import MooncakeDistributedStore
 
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.tiers.base import Tier, TierHandle
+from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.mooncake import MooncakeTier
 from kvtransfer.tiers.redis import RedisTier
 
@@ -54,17 +54,7 @@ def rate(move: Move, before: Callable[[], object], pages: Pages, seconds: float)
 
 def by_tier(tier: Tier, pages: Pages, verb: str) -> Move:
     """Batches through a tier, `IN_FLIGHT` under way."""
-
-    def move(order: list[int]) -> None:
-        handles: list[TierHandle] = []
-        for keys, buffers in pages.batches(order):
-            if len(handles) >= IN_FLIGHT:
-                handles.pop(0).result().require()
-            handles.append(tier.put_from(keys, buffers) if verb == "put" else tier.get_into(keys, buffers))
-        for handle in handles:
-            handle.result().require()
-
-    return move
+    return lambda order: pages.through(tier, verb, order)
 
 
 class BareRedis:

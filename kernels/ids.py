@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.kernels.native import build
+from kvtransfer.kernels.native import build, once
 
 Ids = NDArray[np.int64]
 
@@ -144,7 +143,7 @@ def _plain(ids: Ids) -> Ids:
     return np.ascontiguousarray(ids, dtype=np.int64)
 
 
-@cache
+@once
 def id_tools() -> IdTools:
     """The C functions, built at the first call; numpy's where that fails."""
     try:
