@@ -61,7 +61,7 @@ class DoesNotSetAside(MemoryTier):
 
 class TakesUnsealed(MemoryTier):
     def _put(self, job: Job) -> Any:
-        return self.do_put(job)
+        return grouped(self.do_put(job))
 
 
 class Overwrites(MemoryTier):
