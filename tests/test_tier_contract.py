@@ -17,6 +17,7 @@ from kvtransfer.tiers.base import PageStatus, RecordBuffer, TierHandle
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes, grouped, singly
 from kvtransfer.tiers.memory_tier import MemoryTier
+from kvtransfer.tiers.parts import Parts
 
 OK, MISS, ERROR = PageStatus.OK, PageStatus.MISS, PageStatus.ERROR
 Test = Callable[..., None]
@@ -191,7 +192,7 @@ class TakesAnyMemory(MemoryTier):
         super().__init__(capacity_bytes, **more)
         self.needs_registration = True
 
-    def _require_registered(self, buffers: Sequence[RecordBuffer]) -> None:
+    def _require(self, parts: Parts) -> None:
         pass
 
 

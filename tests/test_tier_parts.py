@@ -15,6 +15,7 @@ from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.faulty import Fault, FaultyTier
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.memory_tier import MemoryTier
+from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.pins import PinBook
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
 from kvtransfer.tiers.sealed import check_sealed, check_whole, sealed_or_error, whole_or_error
@@ -29,10 +30,10 @@ def test_registered_memory() -> None:
     for part in (c, a, b):
         book.add(part)
     assert [r.size for r in book.regions()] == [4096, 8192, 4096]
-    book.require([RecordBuffer(b[4096:], a), RecordBuffer(b, c)])
+    book.require(Parts.of([RecordBuffer(b[4096:], a), RecordBuffer(b, c)]))
     for outside in (memory[3 * 4096 : 4 * 4096], memory[:8192], np.zeros(4096, np.uint8)):
         with pytest.raises(ConfigError, match=r"buffers\[1\].trailer: expected registered memory"):
-            book.require([RecordBuffer(b, c), RecordBuffer(b, outside)])
+            book.require(Parts.of([RecordBuffer(b, c), RecordBuffer(b, outside)]))
     for again in (memory, memory[3 * 4096 - 1 : 4 * 4096], a, memory[1:2]):
         with pytest.raises(ConfigError, match="overlaps"):
             book.add(again)
@@ -40,7 +41,7 @@ def test_registered_memory() -> None:
         book.remove(b[1:])
     book.remove(b)
     with pytest.raises(ConfigError):
-        book.require([RecordBuffer(b, c)])
+        book.require(Parts.of([RecordBuffer(b, c)]))
     for no in (memory[::2], memory.view(np.int8), memory[:0], memory.reshape(5, -1), "x"):
         with pytest.raises(LayoutError, match="register: expected"):
             book.add(no)  # type: ignore[arg-type]

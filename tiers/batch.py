@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
 from kvtransfer.kernels.errors import DeadlineExceeded, TierError
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer, TierHandle
+from kvtransfer.tiers.parts import Parts
 
 Verb = Literal["lookup", "get", "put", "remove", "pin", "prefetch", "write_back"]
 
@@ -39,6 +40,7 @@ class Batch(TierHandle):
     verb       which verb of the tier made it
     keys       the stored keys, in the order asked
     buffers    one a key for get and put, else empty. Empty too once the batch is done: they are the caller's again
+    parts      where the buffers lie
     ttl_s      of a pin
     deadline   `time.monotonic` after which waiting pages are CANCELLED, or None
     moved_bytes  read or written for it so far
@@ -51,12 +53,14 @@ class Batch(TierHandle):
         verb: Verb,
         keys: tuple[bytes, ...],
         buffers: tuple[RecordBuffer, ...],
+        parts: Parts,
         deadline_s: float | None,
         ttl_s: float | None,
     ) -> None:
         self.verb: Verb = verb
         self.keys = keys
         self.buffers = buffers
+        self.parts = parts
         self.ttl_s = ttl_s
         self.moved_bytes = 0
         self.on_cancel: Callable[[], object] | None = None
@@ -190,6 +194,24 @@ class Batch(TierHandle):
         if last:
             self._end()
         return fresh
+
+    def settle_same(self, positions: Sequence[int], status: PageStatus, *, moved_bytes: int = 0) -> int:
+        """`settle_many` of pages that all came to ``status``, without a cause: quick where ``positions`` follow each
+        other."""
+        start, count = positions[0] if positions else 0, len(positions)
+        run = slice(start, start + count)
+        with self._changed:
+            quick = list(positions) == list(range(start, start + count)) and self._statuses[run] == [None] * count
+            if quick:
+                self._statuses[run] = [status] * count
+                self._left -= count
+                self.moved_bytes += moved_bytes
+            last = quick and count > 0 and self._left == 0
+        if not quick:
+            return self.settle_many([(p, status, None) for p in positions], moved_bytes=moved_bytes)
+        if last:
+            self._end()
+        return count
 
     def fail(self, error: BaseException, positions: Iterable[int] | None = None) -> int:
         """ERROR with this cause for those of ``positions`` (None: all) that have no outcome. Returns how many."""

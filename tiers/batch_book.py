@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer
 from kvtransfer.tiers.batch import Batch, Verb
 from kvtransfer.tiers.deadlines import Deadlines
+from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.record import BLOCK_BYTES
 
 KEY_BYTES = 32
@@ -42,6 +42,7 @@ _ANY_VERB = {
     PageStatus.ERROR: "errors",
     PageStatus.CANCELLED: "cancelled",
 }
+_NO_PARTS = Parts.of(())
 _ZEROS = dict.fromkeys([*_COUNTERS.values(), *_ANY_VERB.values(), "bytes_read", "bytes_written", "dropped"], 0)
 
 
@@ -69,8 +70,9 @@ class BatchBook:
         *,
         deadline_s: float | None = None,
         ttl_s: float | None = None,
+        check: Callable[[Parts], object] = lambda parts: None,
     ) -> Batch:
-        """A new batch, every page waiting. A batch of no pages is done at once.
+        """A new batch, every page waiting. A batch of no pages is done at once. ``check`` of the buffers may raise.
 
         Raises, before anything is touched: ConfigError on a key that is not 32 bytes, a number of buffers that does
         not fit, or a negative time; LayoutError on a buffer that is not a flat uint8 array of whole blocks
@@ -80,17 +82,16 @@ class BatchBook:
             if not isinstance(key, bytes) or len(key) != KEY_BYTES:
                 got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
                 raise ConfigError(f"{self.name}: keys[{at}]: expected a stored key of {KEY_BYTES} bytes, got {got}")
+        parts = _NO_PARTS
         if verb in ("get", "put"):
             if len(buffers) != len(keys):
                 raise ConfigError(f"{self.name}: expected one buffer a key, got {len(buffers)} for {len(keys)} keys")
-            writable = verb == "get"
-            for at, buffer in enumerate(buffers):
-                if not (_plain(buffer[0], writable) and _plain(buffer[1], writable)):
-                    _check_buffer(self.name, at, buffer, writable=writable)
+            parts = _checked_parts(self.name, buffers, writable=verb == "get")
+            check(parts)
         for what, seconds in (("deadline_s", deadline_s), ("ttl_s", ttl_s)):
             if seconds is not None and not seconds >= 0:
                 raise ConfigError(f"{self.name}: {what}: expected 0 or more seconds, got {seconds}")
-        batch = Batch(self, verb, tuple(keys), tuple(buffers), deadline_s, ttl_s)
+        batch = Batch(self, verb, tuple(keys), tuple(buffers), parts, deadline_s, ttl_s)
         with self._changed:
             if self._closing:
                 raise TierError(f"{self.name}: closed")
@@ -187,12 +188,16 @@ class BatchBook:
             self._changed.notify_all()
 
 
-def _plain(array: NDArray[np.uint8], writable: bool) -> bool:
-    """Whether it is just what `_check_buffer` asks for. Quick: every page of every batch comes by."""
-    if type(array) is not np.ndarray or array.dtype is not _UINT8 or array.ndim != 1:
-        return False
-    flags = array.flags
-    return array.size % BLOCK_BYTES == 0 < array.size and (flags.carray if writable else flags.c_contiguous)
+def _checked_parts(name: str, buffers: Sequence[RecordBuffer], *, writable: bool) -> Parts:
+    """Where ``buffers`` lie. Raises LayoutError if one is not as it should be. Quick where all are flat writable bytes:
+    every page of every batch comes by."""
+    if all(type(part) is np.ndarray and part.dtype is _UINT8 and part.ndim == 1 for both in buffers for part in both):
+        parts = Parts.writable(buffers)
+        if parts is not None and not (parts.sizes % BLOCK_BYTES).any():
+            return parts
+    for at, buffer in enumerate(buffers):
+        _check_buffer(name, at, buffer, writable=writable)
+    return Parts.of(buffers)
 
 
 def _check_buffer(name: str, at: int, buffer: RecordBuffer, *, writable: bool) -> None:

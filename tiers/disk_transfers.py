@@ -41,7 +41,8 @@ class BatchTransfer(Transfer):
     ) -> None:
         # not the batch's own: it lets go of them when a deadline ends it before this transfer has begun
         mine = [buffers[p] for p in positions]
-        super().__init__(write=write, files=where[0], offsets=np.array(where[1], dtype=np.int64), buffers=mine)
+        offsets, parts = np.array(where[1], dtype=np.int64), batch.parts.only(positions)
+        super().__init__(write=write, files=where[0], offsets=offsets, buffers=mine, parts=parts)
         self.batch = batch
         self.positions = list(positions)
         self.slots = list(slots)

@@ -31,17 +31,23 @@ class Transfer:
     files      the file of each record, as `Storage.open` numbered it
     offsets    int64, where each record begins there: its payload, and its trailer behind it, are one run of bytes
     buffers    each record's memory; the engine keeps it alive
-    parts      where payload and trailer of each buffer lie; ``addresses`` and ``sizes`` are its arrays
+    parts      where payload and trailer of each buffer lie, if it is known; ``addresses`` and ``sizes`` are its arrays
     """
 
     def __init__(
-        self, *, write: bool, files: Sequence[int], offsets: NDArray[np.int64], buffers: Sequence[RecordBuffer]
+        self,
+        *,
+        write: bool,
+        files: Sequence[int],
+        offsets: NDArray[np.int64],
+        buffers: Sequence[RecordBuffer],
+        parts: Parts | None = None,
     ) -> None:
         self.write = write
         self.files = files
         self.offsets = offsets
         self.buffers = list(buffers)
-        self.parts = Parts.of(self.buffers)
+        self.parts = Parts.of(self.buffers) if parts is None else parts
         self.addresses, self.sizes = self.parts.where, self.parts.sizes
 
     def start(self, positions: list[int]) -> list[int]:

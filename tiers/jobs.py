@@ -26,6 +26,22 @@ class Outcome(NamedTuple):
     checked: bool = False
 
 
+class Same(NamedTuple):
+    """One outcome of ``pages`` pages that follow each other in a job: the quick way to tell what most come to.
+    ``moved_bytes`` is each page's. See `Outcome`."""
+
+    first: int
+    pages: int
+    status: PageStatus
+    moved_bytes: int = 0
+    checked: bool = False
+
+    def singly(self) -> list[Outcome]:
+        """Each by itself."""
+        _, _, status, moved_bytes, checked = self
+        return [Outcome(at, status, None, moved_bytes, checked) for at in range(self.first, self.first + self.pages)]
+
+
 @dataclass(frozen=True)
 class Job:
     """Some pages of one batch, begun: they are the worker's until it has yielded an outcome for each.
@@ -51,7 +67,7 @@ class Job:
     @cached_property
     def parts(self) -> Parts:
         """Where the buffers lie."""
-        return Parts.of(self.buffers)
+        return self.batch.parts.only(self.positions)
 
     @property
     def ttl_s(self) -> float | None:
@@ -69,17 +85,17 @@ class Job:
         return self.batch.remaining_s
 
 
-# One at a time, or several that are known at the same time: those are checked and told together, which is cheaper.
-Outcomes = Iterable[Outcome | list[Outcome]]
+Outcomes = Iterable[Outcome | list[Outcome] | Same]
+Group = list[Outcome] | Same
 
 
-def grouped(outcomes: Outcomes) -> Iterator[list[Outcome]]:
-    """Several at a time, whatever was yielded."""
+def grouped(outcomes: Outcomes) -> Iterator[Group]:
+    """Several at a time, whatever was yielded: what is known at the same time is checked and told together."""
     for some in outcomes:
-        yield some if isinstance(some, list) else [some]
+        yield [some] if isinstance(some, Outcome) else some
 
 
 def singly(outcomes: Outcomes) -> Iterator[Outcome]:
     """One at a time, whatever was yielded."""
     for some in grouped(outcomes):
-        yield from some
+        yield from some.singly() if isinstance(some, Same) else some

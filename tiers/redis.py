@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import repeat
 from typing import Any
 
 import redis
@@ -21,7 +20,7 @@ from kvtransfer.kernels.errors import ConfigError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus
 from kvtransfer.tiers.batch_book import KEY_BYTES
-from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
+from kvtransfer.tiers.jobs import Job, Outcome, Outcomes, Same
 from kvtransfer.tiers.resp import Answer, RespError, RespSocket
 from kvtransfer.tiers.resp_native import Got, native_wire
 from kvtransfer.tiers.worker_tier import WorkerTier
@@ -113,6 +112,7 @@ class RedisTier(WorkerTier):
     def do_get(self, job: Job) -> Outcomes:
         names = self._names_of(job.keys)
         sizes = job.parts.sizes.sum(axis=1).tolist()
+        alike = sizes.count(sizes[0]) == len(sizes)
         done = 0
 
         def ask(link: RespSocket, at: int) -> Iterator[list[Any]]:
@@ -122,9 +122,8 @@ class RedisTier(WorkerTier):
 
         for first, answers in self._moved(ask, job):
             done = first + len(answers)
-            if answers.count(Got.WHOLE) == len(answers):  # what most are
-                ok, whole = repeat(PageStatus.OK), repeat(True)
-                yield list(map(Outcome, range(first, done), ok, repeat(None), sizes[first:done], whole))
+            if answers.count(Got.WHOLE) == len(answers) and alike:  # what most are
+                yield Same(first, len(answers), PageStatus.OK, sizes[first], checked=True)
             else:
                 yield [self._got(at, answer, sizes[at]) for at, answer in enumerate(answers, first)]
         yield [Outcome(at, PageStatus.CANCELLED) for at in range(done, len(job.keys))]
@@ -143,13 +142,14 @@ class RedisTier(WorkerTier):
     def do_put(self, job: Job) -> Outcomes:
         names = self._names_of(job.keys)
         sizes = job.parts.sizes.sum(axis=1).tolist()
+        alike = sizes.count(sizes[0]) == len(sizes)
 
         def ask(link: RespSocket, at: int) -> Iterator[list[Any]]:
             return link.store(names[at:], job.buffers[at:], self._options, parts=job.parts.from_(at))
 
         for first, answers in self._moved(ask, job):
-            if all(answer is True for answer in answers):  # what most are
-                yield [Outcome(at, PageStatus.OK, None, sizes[at]) for at in range(first, first + len(answers))]
+            if answers.count(True) == len(answers) and alike:  # what most are
+                yield Same(first, len(answers), PageStatus.OK, sizes[first])
             else:
                 yield [self._stored(at, answer, sizes[at]) for at, answer in enumerate(answers, first)]
 

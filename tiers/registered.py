@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError, LayoutError
 from kvtransfer.tiers.base import RecordBuffer
+from kvtransfer.tiers.parts import Parts
 
 
 def address_range(array: NDArray[np.uint8]) -> tuple[int, int]:
@@ -62,18 +63,19 @@ class RegisteredMemory:
             f"{self._name}: unregister: expected memory that is registered, got {where[0]:#x}-{where[1]:#x}"
         )
 
-    def require(self, buffers: Sequence[RecordBuffer]) -> None:
-        """ConfigError, naming the first, unless each part of every buffer lies within one region."""
+    def require(self, parts: Parts) -> None:
+        """ConfigError, naming the first, unless each part of every record lies within one region."""
+        starts, sizes = parts.where.reshape(-1).tolist(), parts.sizes.reshape(-1).tolist()
         with self._lock:
-            for at, buffer in enumerate(buffers):
-                for part, array in zip(("payload", "trailer"), buffer, strict=True):
-                    start, stop = address_range(array)
-                    found = bisect_right(self._starts, start) - 1
-                    if found < 0 or stop > self._regions[found][1]:
-                        raise ConfigError(
-                            f"{self._name}: buffers[{at}].{part}: expected registered memory, got "
-                            f"{start:#x}-{stop:#x}; call register() on the whole region that the buffers lie in first"
-                        )
+            stops = [stop for _, stop, _ in self._regions]
+            for at, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                found = bisect_right(self._starts, start) - 1
+                if found < 0 or start + size > stops[found]:
+                    raise ConfigError(
+                        f"{self._name}: buffers[{at // 2}].{('payload', 'trailer')[at % 2]}: expected registered "
+                        f"memory, got {start:#x}-{start + size:#x}; call register() on the whole region that the "
+                        "buffers lie in first"
+                    )
 
     def regions(self) -> list[NDArray[np.uint8]]:
         """What is registered, by address."""

@@ -41,19 +41,43 @@ typedef void check_t(uint64_t n, const uint8_t *keys, const uint64_t (*where)[2]
 
 enum { NONE, FILLED, WHOLE };
 
-/* Receive the answers to n GETs whose records are where[i] (payload, trailer), sizes[i] bytes each; `due` more answers
- * come behind them. ahead: room for 64 bytes, of which *held were read already; brought up to date. got[i]: NONE, there
- * is no value; FILLED, the record was filled; WHOLE, and `check` found it right for the i-th key of 32 bytes, while it
- * was in the core's cache (`check` may be null; `start` is for it). *answered: how many. Returns ALL; or OTHER_ANSWER: the
- * next one is something else (its beginning, or nothing, is in `ahead`); or why the socket is of no more use, with *code
- * the errno of BROKEN.
+/* Commands of a fetch: the i-th lies in `texts` between ends[i - 1] (0 for the first) and ends[i]. `asked` of them were
+ * sent; those from `limit` on are not to be. `window`: how many answers may be under way. */
+struct asking {
+  const uint8_t *texts;
+  const uint64_t *ends;
+  uint64_t asked, limit, window;
+};
+
+/* Send more, half a window at a time, before answer `at` is read. ALL, or BROKEN. */
+static int ask(int fd, struct asking *asking, uint64_t at) {
+  if (asking->asked - at > asking->window / 2 || asking->asked >= asking->limit) return ALL;
+  uint64_t stop = at + asking->window < asking->limit ? at + asking->window : asking->limit;
+  uint64_t from = asking->asked ? asking->ends[asking->asked - 1] : 0, to = asking->ends[stop - 1];
+  while (from < to) {
+    ssize_t sent = send(fd, asking->texts + from, to - from, MSG_NOSIGNAL);
+    if (sent < 0 && errno != EINTR) return BROKEN;
+    if (sent > 0) from += (uint64_t)sent;
+  }
+  asking->asked = stop;
+  return ALL;
+}
+
+/* Receive answers first ... first + n - 1 of the GETs of `asking`, whose records are where[i] (payload, trailer) of
+ * sizes[i] bytes each, and ask for more meanwhile. ahead: room for 64 bytes, of which *held were read already; brought up
+ * to date. got[i]: NONE, there is no value; FILLED, the record was filled; WHOLE, and `check` found it right for the i-th
+ * key of 32 bytes, while it was in the core's cache (`check` may be null; `start` is for it). *answered: how many. Returns
+ * ALL; or OTHER_ANSWER: the next one is something else (its beginning, or nothing, is in `ahead`); or why the socket is of
+ * no more use, with *code the errno of BROKEN.
  */
-int kvt_resp_get(int fd, uint64_t n, const uint64_t (*where)[2], const uint64_t (*sizes)[2], check_t *check,
-                 const uint8_t *keys, const uint8_t *start, uint64_t due, uint8_t *ahead, uint64_t *held, uint8_t *got,
-                 uint64_t *answered, int *code) {
+int kvt_resp_get(int fd, struct asking *asking, uint64_t first, uint64_t n, const uint64_t (*where)[2],
+                 const uint64_t (*sizes)[2], check_t *check, const uint8_t *keys, const uint8_t *start, uint8_t *ahead,
+                 uint64_t *held, uint8_t *got, uint64_t *answered, int *code) {
   *code = 0;
   for (*answered = 0; *answered < n; ++*answered) {
-    uint64_t at = *answered, left = due + n - at - 1;
+    uint64_t at = *answered;
+    if (ask(fd, asking, first + at)) return *code = errno, BROKEN;
+    uint64_t left = asking->asked - first - at - 1; /* answers that are due behind this one */
     char line[LONGEST_LINE];
     uint64_t length = (uint64_t)snprintf(line, sizeof line, "$%llu\r\n", (unsigned long long)(sizes[at][0] + sizes[at][1]));
     /* A reply has 5 bytes at least; once those are the beginning of this line, all of it is sure to come. */

@@ -33,6 +33,23 @@ class Got(enum.Enum):
 _GOT = tuple(Got)
 
 
+class Asking(ctypes.Structure):
+    """GETs that C sends, so that at most ``window`` answers are under way; as in resp.c. ``asked`` were sent; those
+    from ``limit`` on are not to be."""
+
+    _fields_ = (
+        ("_texts", ctypes.c_char_p), ("_ends", ctypes.c_uint64),
+        ("asked", ctypes.c_uint64), ("limit", ctypes.c_uint64), ("window", ctypes.c_uint64),
+    )  # fmt: skip
+    asked: int
+    limit: int
+    window: int
+
+    def __init__(self, commands: Sequence[bytes], window: int) -> None:
+        self._kept = array("Q", accumulate(map(len, commands)))
+        super().__init__(b"".join(commands), self._kept.buffer_info()[0], 0, len(commands), window)
+
+
 class NativeWire:
     """The functions of ``resp.c``, from ``library``. ``tools`` check records as they come, if there are any."""
 
@@ -43,8 +60,8 @@ class NativeWire:
         self._get = lib.kvt_resp_get
         pointer, number, image = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
         self._get.argtypes = [
-            ctypes.c_int, number, pointer, pointer, pointer, image, image, number, pointer, pointer, pointer, pointer,
-            pointer,
+            ctypes.c_int, pointer, number, number, pointer, pointer, pointer, image, image, pointer, pointer, pointer,
+            pointer, pointer,
         ]  # fmt: skip
         self._put = lib.kvt_resp_put
         self._put.argtypes = [ctypes.c_int, number, image, pointer, pointer, pointer, pointer]
@@ -56,11 +73,18 @@ class NativeWire:
         return self._check is not None
 
     def receive(
-        self, fd: int, keys: Sequence[bytes], parts: Parts, places: range, due: int, ahead: bytes, answers: list[Any]
+        self,
+        fd: int,
+        asking: Asking,
+        keys: Sequence[bytes],
+        parts: Parts,
+        places: range,
+        ahead: bytes,
+        answers: list[Any],
     ) -> bytes:
-        """Append to ``answers`` what came (`Got`) of the GETs of ``places``, until one of another kind comes. ``keys``:
-        stored keys of 32 bytes, for the check; ``due`` more answers come behind them; ``ahead`` was read already, and
-        what is returned is, of the next answer. The caller keeps the memory of all ``parts`` alive, and writable.
+        """Append to ``answers`` what came (`Got`) of the GETs of ``places``, until one of another kind comes, and ask
+        for more meanwhile. ``keys``: stored keys of 32 bytes, for the check; ``ahead`` was read already, and what is
+        returned is, of the next answer. The caller keeps the memory of all ``parts`` alive, and writable.
 
         Raises OSError; UnavailableError where the server closed the connection or a value has no end.
         """
@@ -72,8 +96,8 @@ class NativeWire:
         got = ctypes.create_string_buffer(count)
         where, sizes = parts.addresses(places.start, count)
         ended = self._get(
-            fd, count, where, sizes, check, joined, START, due, early, ctypes.byref(held), got,
-            ctypes.byref(answered), ctypes.byref(code),
+            fd, ctypes.byref(asking), places.start, count, where, sizes, check, joined, START, early,
+            ctypes.byref(held), got, ctypes.byref(answered), ctypes.byref(code),
         )  # fmt: skip
         answers += [_GOT[kind] for kind in got.raw[: answered.value]]
         if ended == _BROKEN:

@@ -34,7 +34,8 @@ from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle, Ti
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.batch_book import BatchBook
 from kvtransfer.tiers.health import Health
-from kvtransfer.tiers.jobs import Job, Outcome, Outcomes, grouped, singly
+from kvtransfer.tiers.jobs import Group, Job, Outcome, Outcomes, Same, grouped, singly
+from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.pins import PinBook
 from kvtransfer.tiers.registered import RegisteredMemory, overlaps
 from kvtransfer.tiers.sealed import errors_of
@@ -161,14 +162,12 @@ class WorkerTier(Tier, ABC):
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, deadline_s: float | None = None
     ) -> TierHandle:
-        self._require_registered(buffers)
-        return self._submit(self.book.open("get", keys, buffers, deadline_s=deadline_s))
+        return self._submit(self.book.open("get", keys, buffers, deadline_s=deadline_s, check=self._require))
 
     def put_from(
         self, keys: Sequence[bytes], buffers: Sequence[RecordBuffer], *, deadline_s: float | None = None
     ) -> TierHandle:
-        self._require_registered(buffers)
-        return self._submit(self.book.open("put", keys, buffers, deadline_s=deadline_s))
+        return self._submit(self.book.open("put", keys, buffers, deadline_s=deadline_s, check=self._require))
 
     def remove(self, keys: Sequence[bytes]) -> TierHandle:
         return self._submit(self.book.open("remove", keys))
@@ -218,16 +217,17 @@ class WorkerTier(Tier, ABC):
 
     # --- inside
 
-    def _require_registered(self, buffers: Sequence[RecordBuffer]) -> None:
+    def _require(self, parts: Parts) -> None:
         if self.needs_registration:
-            self.registered.require(buffers)
+            self.registered.require(parts)
 
     def _submit(self, batch: Batch) -> Batch:
         if not self.health.up:
             self._refuse(batch, range(len(batch.keys)))
             return batch
         pages = len(batch.keys)
-        step = max(1, min(self._job_pages, -(-pages // self._workers) if self._spread else pages))
+        spread = self._spread and self._jobs.empty()  # else no worker is idle, and longer jobs cost less a page
+        step = max(1, min(self._job_pages, -(-pages // self._workers) if spread else pages))
         for start in range(0, pages, step):
             self._jobs.put((batch, range(start, min(start + step, pages))))
         return batch
@@ -281,7 +281,7 @@ class WorkerTier(Tier, ABC):
     def _run(self, job: Job) -> None:
         """Every page of the job gets its outcome, whatever the subclass does."""
         verb = job.batch.verb
-        checked: dict[str, Callable[[Job], Iterator[list[Outcome]]]] = {
+        checked: dict[str, Callable[[Job], Iterator[Group]]] = {
             "lookup": lambda job: grouped(self.do_lookup(job)),
             "get": self._get,
             "put": self._put,
@@ -295,6 +295,10 @@ class WorkerTier(Tier, ABC):
             with self.health.watching() as answered:
                 for group in checked[verb](job):
                     answered()
+                    if isinstance(group, Same):
+                        positions = job.positions[group.first : group.first + group.pages]
+                        job.batch.settle_same(positions, group.status, moved_bytes=group.pages * group.moved_bytes)
+                        continue
                     known += [(job.positions[at], status, error) for at, status, error, *_ in group]
                     moved_bytes += sum([outcome.moved_bytes for outcome in group])
                     if len(known) >= _SETTLE_PAGES:
@@ -316,14 +320,14 @@ class WorkerTier(Tier, ABC):
             if silent := job.batch.unsettled(job.positions):
                 job.batch.settle_many([(p, rest, missing) for p in silent])
 
-    def _get(self, job: Job) -> Iterator[list[Outcome]]:
+    def _get(self, job: Job) -> Iterator[Group]:
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
         rotten: list[Outcome] = []
-        for group in grouped(self.do_get(job)):
-            if all(outcome.checked for outcome in group):  # what most are
-                yield group
+        for some in grouped(self.do_get(job)):
+            if isinstance(some, Same) and (some.checked or some.status is PageStatus.MISS):  # what most are
+                yield some
                 continue
-            told = group
+            group = told = some.singly() if isinstance(some, Same) else some
             came = [outcome.at for outcome in group if outcome.status is PageStatus.OK and not outcome.checked]
             wrong = dict(zip(came, self._wrong(job, came), strict=True)) if came else {}
             if any(wrong.values()) or any(outcome.status is PageStatus.CORRUPT for outcome in group):
@@ -351,14 +355,14 @@ class WorkerTier(Tier, ABC):
         keys, buffers = [job.keys[at] for at in places], [job.buffers[at] for at in places]
         return errors_of(keys, buffers, whole=True, parts=job.parts.only(places))
 
-    def _put(self, job: Job) -> Iterator[list[Outcome]]:
+    def _put(self, job: Job) -> Iterator[Group]:
         """`do_put` of what is sealed."""
         wrong = errors_of(job.keys, job.buffers, whole=False, parts=job.parts)
         if bad := [Outcome(at, PageStatus.ERROR, error) for at, error in enumerate(wrong) if error is not None]:
             yield bad
         yield from _some(self.do_put, job, [at for at, error in enumerate(wrong) if error is None])
 
-    def _remove(self, job: Job) -> Iterator[list[Outcome]]:
+    def _remove(self, job: Job) -> Iterator[Group]:
         """`do_remove` of what is neither pinned nor being read."""
         read = {key for batch in self.book.batches() if batch.verb == "get" for key in batch.keys}
         free: list[int] = []
@@ -371,7 +375,7 @@ class WorkerTier(Tier, ABC):
                 free.append(at)
         yield from _some(self.do_remove, job, free)
 
-    def _pin(self, job: Job) -> Iterator[list[Outcome]]:
+    def _pin(self, job: Job) -> Iterator[Group]:
         """`do_pin`, remembered."""
         for outcome in singly(self.do_pin(job)):
             if outcome.status is PageStatus.OK:
@@ -398,10 +402,10 @@ class WorkerTier(Tier, ABC):
                 thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[list[Outcome]]:
+def _some(do: Callable[[Job], Outcomes], job: Job, places: list[int]) -> Iterator[Group]:
     """``do`` of some pages of a job, with their positions in the whole of it."""
     if len(places) == len(job.keys):
         yield from grouped(do(job))
     elif places:
-        for group in grouped(do(job.only(places))):
-            yield [outcome._replace(at=places[outcome.at]) for outcome in group]
+        for outcome in singly(do(job.only(places))):
+            yield [outcome._replace(at=places[outcome.at])]
