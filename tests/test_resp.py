@@ -206,7 +206,7 @@ def test_a_long_fetch_asks_as_it_goes_and_stops_when_told() -> None:
     got: list[object] = []
     for answer in each(link.fetch(keys, targets, lambda: len(got) >= 40)):
         got.append(answer)
-    assert 40 <= len(got) <= 128 and link.in_step
+    assert 40 <= len(got) <= 128 + 64 and link.in_step, "more than a burst and what was asked for behind it"
     assert all_of(link.fetch(keys, targets, lambda: True)) == [] and link.in_step
     assert all_of(link.fetch(keys[:3], targets[:3])) == [True] * 3
     near.close()
