@@ -140,6 +140,19 @@ def test_parts_of_memory_that_may_not_be_written() -> None:
     assert after.only([]).where.shape == (0, 2)
 
 
+def test_parts_of_some_records_in_any_order() -> None:
+    rng = fresh_generator()
+    parts = Parts(*(rng.integers(0, 1 << 63, (100, 2)).astype(np.uint64) for _ in range(2)))
+    for places in ([], [99], range(3, 50), range(100), rng.permutation(100)[:37].tolist(), [5, 5, 4], [*range(9), 8]):
+        some = parts.only(places)
+        assert (some.where == parts.where[list(places)]).all() and (some.sizes == parts.sizes[list(places)]).all()
+        assert some.where.shape == some.sizes.shape == (len(places), 2)
+        some.addresses(0, len(places))
+    for outside in ([3, 100], [4, -1]):
+        with pytest.raises(IndexError, match="expected records 0 to 99"):
+            parts.only(outside)
+
+
 def test_records_there_and_back_as_one_piece(tools: RecordTools) -> None:
     """Packed one behind the other; back in their places in any order, checked there, and nothing beside them."""
     rng = fresh_generator()

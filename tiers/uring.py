@@ -176,9 +176,12 @@ class Ring:
     def take(self) -> NDArray[Any]:
         """All completions that are there, as a copy (CQE)."""
         head, count = int(self._cq_head[0]), self.ready()
-        taken: NDArray[Any] = self._cqes[(head + np.arange(count)) & self._cq_mask]
+        first = head & self._cq_mask
+        wrapped = max(0, first + count - len(self._cqes))
+        # Two runs, as in `push`, and bytes: numpy's own copy gives the lock away, too.
+        image = self._cqes[first : first + count].tobytes() + self._cqes[:wrapped].tobytes()
         self._cq_head[0] = (head + count) & 0xFFFFFFFF
-        return taken
+        return np.frombuffer(image, dtype=CQE)
 
     def close(self) -> None:
         """Give the rings back. Nothing may be in flight."""

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer, address
+from kvtransfer.tiers.parts import Parts
 from kvtransfer.tiers.uring import FIXED_FILE, READ_FIXED, READV, SQE, WRITE_FIXED, WRITEV, Kernel, Ring
 from kvtransfer.tiers.uring_buffers import PLACES, FixedBuffers
 
@@ -247,14 +248,13 @@ class UringEngine:
         count = len(started)
         slots = self._slots_free[-count:]
         del self._slots_free[-count:]
-        first = started[0]
-        rows = slice(first, first + count) if started == list(range(first, first + count)) else started
-        where, sizes = transfer.addresses[rows], transfer.sizes[rows]
+        parts = Parts(transfer.addresses, transfer.sizes).only(started)
+        where, sizes, offsets = parts.where, parts.sizes, transfer.offsets.tolist()
         files = [transfer.files[p] for p in started]
         entries = self._draft[:count]  # what is not set here is always zero
         entries["fd"] = self._fds[files][:, None]
         entries["flags"] = self._fixed[files][:, None]
-        entries["offset"][:, 0] = transfer.offsets[rows]
+        entries["offset"][:, 0] = [offsets[p] for p in started]
         entries["offset"][:, 1] = entries["offset"][:, 0] + sizes[:, 0]
         entries["user_data"] = 2 * np.array(slots)[:, None] + np.arange(2)
         places = self._places_of(where, sizes)
