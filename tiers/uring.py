@@ -179,7 +179,7 @@ class Ring:
         first = head & self._cq_mask
         wrapped = max(0, first + count - len(self._cqes))
         # Two runs, as in `push`, and bytes: numpy's own copy gives the lock away, too.
-        image = self._cqes[first : first + count].tobytes() + self._cqes[:wrapped].tobytes()
+        image = bytearray(self._cqes[first : first + count].tobytes() + self._cqes[:wrapped].tobytes())
         self._cq_head[0] = (head + count) & 0xFFFFFFFF
         return np.frombuffer(image, dtype=CQE)
 
