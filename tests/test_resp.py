@@ -313,6 +313,12 @@ def test_what_was_read_ahead_is_never_put_behind_a_buffer() -> None:
     got = run(Peer(data), lambda link: all_of(link.fetch([b"k"] * 4, [tiny] * 4)))
     assert got == [False, True, True, False] and run_in_step == [True]
     assert bytes(memory[:2]) == b"cd" and (memory[2:] == 7).all()
+    big, memory = buffers(1)[0], np.full(4096, 7, np.uint8)
+    small = RecordBuffer(memory[:2], memory[2:3])
+    data = b"$%d\r\n%s\r\n$3\r\nabc\r\n$-1\r\n" % (SIZE, bytes(SIZE))
+    got = run(Peer(data), lambda link: all_of(link.fetch([b"k"] * 3, [big, small, small])))
+    assert got == [True, True, False] and run_in_step == [True, True]
+    assert bytes(memory[:3]) == b"abc" and (memory[3:] == 7).all()
 
 
 def test_shut_wakes_who_waits() -> None:

@@ -268,14 +268,19 @@ class RespSocket:
     def _body(self, payload: NDArray[np.uint8], trailer: NDArray[np.uint8], line: bytes, left: int) -> None:
         """Receive a value, its line end, and ahead as much as is sure to come of ``left`` more answers, at most as long
         as ``line``."""
-        if early := len(self._ahead):
-            payload[:early] = np.frombuffer(self._ahead, dtype=np.uint8)
-            payload = payload[early:]
-        rest = bytearray(2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
-        self._receive([payload, trailer, rest], payload.size + trailer.size + len(rest))
+        size = payload.size + trailer.size
+        early, behind = self._ahead[: size + 2], self._ahead[size + 2 :]
+        rest = bytearray(2 if behind else 2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
+        parts = [memoryview(part) for part in (payload, trailer, rest)]
+        while early:
+            fits = min(len(early), len(parts[0]))
+            parts[0][:fits], early = early[:fits], early[fits:]
+            parts = [parts[0][fits:], *parts[1:]] if fits < len(parts[0]) else parts[1:]
+        if parts:
+            self._receive(parts, sum(map(len, parts)))
         if rest[:2] != b"\r\n":
             raise UnavailableError("expected the end of a value, got more of it: out of step")
-        self._ahead = bytes(rest[2:])
+        self._ahead = bytes(rest[2:]) + behind
 
     def _skip(self, count: int) -> None:
         count -= len(self._ahead)
