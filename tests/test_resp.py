@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -211,6 +212,26 @@ def test_a_long_fetch_asks_as_it_goes_and_stops_when_told() -> None:
     assert all_of(link.fetch(keys[:3], targets[:3])) == [True] * 3
     near.close()
     thread.join(5)
+
+
+def test_a_slow_server_s_pages_are_told_as_they_come() -> None:
+    """Not at the end of a burst: whoever watches would take it for dead, and `stop` would be heard late."""
+    _, wire = value(SIZE)
+
+    def trickle(far: socket.socket) -> None:
+        for _ in range(40):
+            time.sleep(0.02)
+            far.sendall(wire)
+
+    told: list[tuple[float, int]] = [(time.monotonic(), 0)]
+
+    def work(link: RespSocket) -> None:
+        for answers in link.fetch([b"k"] * 40, buffers(40)):
+            told.append((time.monotonic(), len(answers)))
+
+    run(Peer(b"", then=trickle), work)
+    assert sum(pages for _, pages in told) == 40 and run_in_step == [True]
+    assert max(after - before for (before, _), (after, _) in pairwise(told)) < 0.4, "of 0.8 s"
 
 
 @pytest.mark.parametrize("cut", [0, 3, 9, 5000, SIZE + 9])

@@ -158,6 +158,7 @@ def rng(monkeypatch: pytest.MonkeyPatch) -> Iterator[random.Random]:
         monkeypatch.setattr(resp, name, made.choice([1, 2, 3, 7, 20, 64]))
     monkeypatch.setattr(resp, "_WINDOW_BYTES", made.choice([1, 20_000, 1 << 30]))
     monkeypatch.setattr(resp, "_BURST_BYTES", made.choice([1, 20_000, 1 << 30]))
+    monkeypatch.setattr(resp, "_BURST_NS", made.choice([0, 100_000, 1 << 40]))
     yield made
 
 
