@@ -213,7 +213,7 @@ def test_a_reader_that_leaves_in_the_middle(native: NativeWire | None, rng: rand
     scene = Scene(rng, 60)
     server = Scripted(rng, scene.wires)
     link = RespSocket(server.near, LIMIT_S, native=native)
-    fetching = link.fetch(scene.keys, scene.buffers)
+    fetching: Any = link.fetch(scene.keys, scene.buffers)
     answers = next(fetching)
     fetching.close()
     scene.check(answers)

@@ -281,7 +281,7 @@ class RespSocket:
         size = payload.size + trailer.size
         early, behind = self._ahead[: size + 2], self._ahead[size + 2 :]
         rest = bytearray(2 if behind else 2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
-        parts = [memoryview(part) for part in (payload, trailer, rest)]
+        parts = [payload.data, trailer.data, memoryview(rest)]
         while early:
             fits = min(len(early), len(parts[0]))
             parts[0][:fits], early = early[:fits], early[fits:]
