@@ -265,11 +265,12 @@ def test_a_server_that_freezes_costs_one_time_out(shared: RedisLab) -> None:
 
 
 class SlowRoad:
-    """A port of its own, from which answers of ``port`` come ``step_bytes`` at a time."""
+    """A port of its own, between which and ``port`` all goes ``step_bytes`` at a time."""
 
     def __init__(self, port: int, step_bytes: int, pause_s: float) -> None:
         self._to, self._step_bytes, self._pause_s = port, step_bytes, pause_s
         self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, step_bytes)  # as short as a slow road can be
         self.port = self._listener.getsockname()[1]
         self._start(self._accept)
 
@@ -281,7 +282,7 @@ class SlowRoad:
             while True:
                 near, _ = self._listener.accept()
                 far = socket.create_connection(("127.0.0.1", self._to))
-                self._start(self._carry, near, far, 1 << 16, 0.0)
+                self._start(self._carry, near, far, self._step_bytes, self._pause_s)
                 self._start(self._carry, far, near, self._step_bytes, self._pause_s)
 
     def _carry(self, source: socket.socket, sink: socket.socket, step_bytes: int, pause_s: float) -> None:
@@ -296,15 +297,18 @@ class SlowRoad:
 
 
 def test_a_slow_network_is_no_outage(shared: RedisLab) -> None:
-    """A batch that takes several time-outs, each page of which comes within one."""
-    road = SlowRoad(shared.port, 16 << 10, 0.01)
-    slow = RedisTier(f"redis://127.0.0.1:{road.port}", timeout_s=0.25, prefix="test", connections=1)
-    with opened(shared) as (tier, arena), slow:
-        source, target = arena(120).fill(), arena(120)
-        done(tier.put_from(source.keys, source.buffers)).require()
-        started = time.monotonic()
-        done(slow.get_into(source.keys, target.buffers)).require()
-        assert time.monotonic() - started > 1 and slow.stats().counters["times_down"] == 0
+    """Batches that take several time-outs, each page of which goes within one."""
+    road = SlowRoad(shared.port, 32 << 10, 0.01)
+    slow = RedisTier(f"redis://127.0.0.1:{road.port}", timeout_s=0.25, prefix="test", connections=1, job_pages=500)
+    with opened(shared) as (_, arena), slow:
+        source, target = arena(500).fill(), arena(500)
+        moves: list[Callable[[], TierHandle]] = [
+            lambda: slow.put_from(source.keys, source.buffers), lambda: slow.get_into(source.keys, target.buffers)
+        ]  # fmt: skip
+        for move in moves:
+            started = time.monotonic()
+            done(move()).require()
+            assert time.monotonic() - started > 0.6 and slow.stats().counters["times_down"] == 0
         assert target.images() == source.images()
         late = done(slow.get_into(source.keys, target.buffers, deadline_s=0.1))
         assert set(late.statuses) == {OK, PageStatus.CANCELLED}, "no more than was asked for by then"

@@ -12,7 +12,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ _WINDOW_PAGES, _WINDOW_BYTES = 64, 3 << 19
 # the pages have driven it out of the cache. Over a slow link the time ends it: whoever watches must hear of pages as
 # they come, and `stop` be asked.
 _BURST_PAGES, _BURST_BYTES, _BURST_NS = 128, 8 << 20, 50_000_000
+# Of SETs that are sent in one go, twice as much being under way: as many as are answered within some 50 ms.
+_LEAST_GROUP_BYTES, _MOST_GROUP_BYTES, _GROUP_S = 256 << 10, 4 << 20, 0.05
 _REPLIES = 16  # of SETs that are waited for together
 
 
@@ -60,6 +62,7 @@ class RespSocket:
         self._vectored = not isinstance(sock, ssl.SSLSocket)  # TLS has no scatter/gather
         self._native = native if self._vectored else None
         self._ahead = b""  # read already, and of the next answer
+        self._group_bytes = _LEAST_GROUP_BYTES
         self.in_step = True
         if self._vectored:
             # The kernel waits for whole pages, with the GIL released once a page, and keeps the time.
@@ -122,33 +125,37 @@ class RespSocket:
         parts: Parts | None = None,
     ) -> Iterator[list[bool | RespError]]:
         """SET each key from its buffer with ``options`` (NX ...). Yields, some at a time, for each: whether it was set,
-        or an error. ``parts``: of ``buffers``, if they are known."""
-        head = b"*%d\r\n%s" % (3 + len(options), _bulk(b"SET"))
-        tail = b"\r\n" + b"".join(_bulk(option) for option in options)
+        or an error. ``parts``: of ``buffers``, if they are known.
+
+        Records go in groups, and a group's answers are read behind the next one: the server always has some to store,
+        and is heard of often, however slow the network is.
+        """
         sizes = [payload.size + trailer.size for payload, trailer in buffers]
-        texts = [b"%s$%d\r\n%s\r\n$%d\r\n" % (head, len(key), key, n) for key, n in zip(keys, sizes, strict=True)]
-        texts = texts[:1] + [tail + text for text in texts[1:]] + [tail]
-        if self._native is not None and keys:
-            self.in_step = False
-            try:
-                self._native.send(self._sock.fileno(), texts, Parts.of(buffers) if parts is None else parts)
-            except OSError as error:
-                raise _broken(error) from error
-        else:
-            records = [part for text, buffer in zip(texts, buffers, strict=False) for part in (text, *buffer)]
-            self._begin([*records, tail] if keys else [])
-        left = len(keys)
-        while left:
-            answers: list[bool | RespError] = []
-            try:
-                self._read_stored(min(left, _REPLIES), answers)
-            except UnavailableError:
-                if answers:
-                    yield answers  # these came
-                raise
-            left -= len(answers)
-            self.in_step = not left
-            yield answers
+        most = max(sizes, default=1)
+        if self._native is not None and parts is None:
+            parts = Parts.of(buffers)
+        commands = _sets(keys, sizes, options)
+        sent, began, answered = range(0), 0.0, 0
+        while answered < len(keys):
+            due, due_began, began = sent, began, time.monotonic()
+            sent = range(sent.stop, min(sent.stop + max(1, self._group_bytes // most), len(keys)))
+            if sent:
+                self._send_records(commands, sent, buffers, parts)
+            while answered < due.stop:
+                answers: list[bool | RespError] = []
+                try:
+                    self._read_stored(min(due.stop - answered, _REPLIES), answers)
+                except UnavailableError:
+                    if answers:
+                        yield answers  # these came
+                    raise
+                answered += len(answers)
+                self.in_step = answered == sent.stop
+                yield answers
+            if due:
+                slow = time.monotonic() - due_began > _GROUP_S
+                fitting = self._group_bytes // 2 if slow else self._group_bytes * 2
+                self._group_bytes = min(max(fitting, 1), _MOST_GROUP_BYTES)
 
     def shut(self) -> None:
         """Make whoever waits on the socket stop waiting, from any thread. The socket is of no more use."""
@@ -158,6 +165,22 @@ class RespSocket:
             pass  # it is down already
 
     # --- inside
+
+    def _send_records(
+        self, commands: _Sets, places: range, buffers: Sequence[RecordBuffer], parts: Parts | None
+    ) -> None:
+        """Send the SETs of ``places``."""
+        texts = commands.texts[places.start : places.stop]
+        texts = [texts[0], *[commands.tail + text for text in texts[1:]], commands.tail]
+        if self._native is None or parts is None:
+            records = [part for at, text in zip(places, texts, strict=False) for part in (text, *buffers[at])]
+            self._begin([*records, commands.tail])
+            return
+        self.in_step = False
+        try:
+            self._native.send(self._sock.fileno(), texts, parts.only(places))
+        except OSError as error:
+            raise _broken(error) from error
 
     def _begin(self, parts: list[Any]) -> None:
         self.in_step = False
@@ -352,6 +375,20 @@ def _gets(keys: Sequence[bytes]) -> list[bytes]:
     """A command for each key."""
     heads = {length: b"*2\r\n$3\r\nGET\r\n$%d\r\n" % length for length in set(map(len, keys))}
     return [b"%s%s\r\n" % (heads[len(key)], key) for key in keys]
+
+
+class _Sets(NamedTuple):
+    """SETs: what goes before each record, and behind it."""
+
+    texts: list[bytes]
+    tail: bytes
+
+
+def _sets(keys: Sequence[bytes], sizes: Sequence[int], options: Sequence[bytes]) -> _Sets:
+    """A command for each key."""
+    head = b"*%d\r\n%s" % (3 + len(options), _bulk(b"SET"))
+    texts = [b"%s$%d\r\n%s\r\n$%d\r\n" % (head, len(key), key, n) for key, n in zip(keys, sizes, strict=True)]
+    return _Sets(texts, b"\r\n" + b"".join(_bulk(option) for option in options))
 
 
 def _bulk(data: bytes) -> bytes:
