@@ -90,13 +90,12 @@ class Health:
     def failed(self, error: BaseException) -> None:
         """A call failed in a way that says that the store does not answer. Nothing, if it is down already."""
         with self._changed:
-            if self._cause is not None or self._closed:
-                return
+            if self._cause is not None or self._closed or not self._start():
+                return  # without the thread nobody would find out that it answers again
             self._cause = UnavailableError(f"{self._name}: unavailable, tried again in the background: {error}")
             self._cause.__cause__ = error
             self._times_down += 1
             cause = self._cause
-            self._start()
             self._changed.notify_all()
         self._observer.noted("tier.down", name=self._name, cause=str(error))
         self._went_down(cause)
@@ -140,10 +139,16 @@ class Health:
 
     # --- inside
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Whether the thread is there: the next call tries again where the process may have no more."""
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name=f"{self._name}-health", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"{self._name}-health", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         pause_s = self._first_pause_s

@@ -29,7 +29,7 @@ from kvtransfer.kernels.errors import (
     TierError,
     UnavailableError,
 )
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle, TierStats
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.batch_book import BatchBook
@@ -79,6 +79,7 @@ class WorkerTier(Tier, ABC):
                 f"{name}: expected workers and job_pages of at least 1 and a time-out above 0, "
                 f"got {workers}, {job_pages} and {timeout_s}"
             )
+        observer = HeardOut(observer)
         self.name = name
         self.shared = shared
         self.needs_registration = needs_registration
