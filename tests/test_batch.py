@@ -98,7 +98,7 @@ def test_where_no_thread_can_watch_a_deadline_nothing_is_left_open(
             raise RuntimeError("can't start new thread")
 
         patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TierError, match="deadline_s.*can't start new thread"):
+        with pytest.raises(TierError, match=r"deadline_s.*can't start new thread"):
             book.open("lookup", KEYS, deadline_s=0.05)
     assert book.in_flight == 0
     later = book.open("lookup", KEYS, deadline_s=0.05)

@@ -123,6 +123,15 @@ def test_other_errors_of_a_probe_are_bugs(store: Store, monkeypatch: pytest.Monk
         health.try_now()
 
 
+def test_the_threads_of_calls_that_are_overdue(health: Health) -> None:
+    with health.watching():
+        end = time.monotonic() + 5
+        while health.up and time.monotonic() < end:
+            time.sleep(0.01)
+        assert health.overdue_threads() == {threading.get_ident()} and health.overdue_calls == 1
+    assert health.overdue_threads() == set()
+
+
 def test_without_a_thread_a_failure_takes_nothing_down_for_good(
     health: Health, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,7 +37,7 @@ class Deadlines:
         self._closed = False
 
     def watch(self, batch: Expiring) -> None:
-        """Watch ``batch``, which has a deadline. Raises RuntimeError where there can be no thread: it is not watched."""
+        """Watch ``batch``, which has a deadline. Raises RuntimeError, and does not, where there can be no thread."""
         assert batch.deadline is not None
         with self._changed:
             if self._closed:

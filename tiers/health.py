@@ -49,6 +49,7 @@ class Health:
         self._changed = threading.Condition()
         self._cause: UnavailableError | None = None
         self._calls: dict[int, float] = {}  # number -> when it is overdue; inf once that was acted upon
+        self._callers: dict[int, int] = {}  # number -> thread
         self._asleep = False  # the thread waits without an end
         self._next_call = 0
         self._times_down = 0
@@ -69,6 +70,11 @@ class Health:
     def overdue_calls(self) -> int:
         """Calls inside `watching` that took too long, and go on."""
         return sum(map(math.isinf, list(self._calls.values())))
+
+    def overdue_threads(self) -> set[int]:
+        """The threads that those calls are on, by `threading.get_ident`."""
+        with self._changed:
+            return {self._callers[number] for number, due in self._calls.items() if math.isinf(due)}
 
     def error(self) -> UnavailableError | None:
         """Why the store is left alone now; None if it is not. A new error each time: it may be raised."""
@@ -110,6 +116,7 @@ class Health:
             number = self._next_call
             self._next_call += 1
             self._calls[number] = time.monotonic() + self._timeout_s
+            self._callers[number] = threading.get_ident()
             self._start()
             if self._asleep:
                 self._changed.notify_all()
@@ -121,7 +128,7 @@ class Health:
             yield answered
         finally:
             with self._changed:
-                del self._calls[number]
+                del self._calls[number], self._callers[number]
 
     def wait_up(self, timeout_s: float | None = None) -> bool:
         """Wait until the store answers; False when the time is up."""

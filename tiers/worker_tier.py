@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -145,6 +145,10 @@ class WorkerTier(Tier, ABC):
         """Capacity in bytes (0: none known), used bytes, pages. From memory: it must not wait for the store."""
         return 0, 0, 0
 
+    def do_interrupt(self, threads: Collection[int]) -> None:
+        """Make the calls on these workers (`threading.get_ident`) end soon, where that can be done: they have waited
+        for the store for too long, though it may send a little now and then. Else their pages wait for them."""
+
     def do_abort(self) -> None:
         """Make calls that wait for the store end soon, in whatever way: `close` is out of time."""
 
@@ -249,6 +253,8 @@ class WorkerTier(Tier, ABC):
         """What waits in the queue is answered now, though every worker may be stuck."""
         for batch in self.book.batches():
             self._refuse(batch, range(len(batch.keys)))
+        if overdue := self.health.overdue_threads():
+            self.do_interrupt(overdue)
 
     def _work(self) -> None:
         self.book.own_thread()
