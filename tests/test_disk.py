@@ -865,7 +865,8 @@ def test_a_broken_observer_harms_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     tier = DiskTier(tmp_path, TINY, namespace=SPACE, capacity_pages=8, observer=Broken())
     key, rng = bytes(31) + b"k", np.random.default_rng()
     assert tier.put_from([key], [tiny_record(key, rng)]).result(20).all_ok
-    flip_byte(*(lambda path, start: (path, start + 100))(*slab_path(tier, key)))
+    path, start = slab_path(tier, key)
+    flip_byte(path, start + 100)
     unaligned = RecordBuffer(np.zeros(TINY_SLOT + 1, np.uint8)[1:], np.zeros(TINY_TRAILER, np.uint8))
     assert tier.get_into([key], [unaligned]).result(20).statuses == (PageStatus.CORRUPT,)
     assert tier.stats().in_flight == 0 and "tier.corrupt" in reported and "aligned buffers" in reported
