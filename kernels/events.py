@@ -1,7 +1,8 @@
 """The Observer: every stage of a transfer tells it what happens. The base class does nothing.
 
 Traces, metrics and tests subscribe by subclassing. Callbacks run on the thread that does the work and
-must return quickly; an exception raised in one is a bug in the subscriber and is not swallowed.
+must return quickly; an exception raised in one is a bug in the subscriber and is not swallowed. A tier reports it (see
+`HeardOut`), and goes on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from kvtransfer.kernels.callbacks import call_subscriber
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,20 @@ class Observers(Observer):
     def span(self, span: Span) -> AbstractContextManager[None]:
         wanted = [o for o in self._all if o.spans]
         return wanted[0].span(span) if len(wanted) == 1 else _together([o.span(span) for o in wanted])
+
+
+class HeardOut(Observer):
+    """Tells ``observer`` what is noted and fallen back on, for threads that others wait for: its bug is reported as an
+    uncaught one in a thread is, and harms nobody else."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+
+    def fell_back(self, what: str, why: str) -> None:
+        call_subscriber(partial(self._observer.fell_back, what, why))
+
+    def noted(self, what: str, **fields: Any) -> None:
+        call_subscriber(partial(self._observer.noted, what, **fields))
 
 
 @contextmanager

@@ -150,6 +150,24 @@ def test_the_deadline_ends_what_waits_without_anybody_looking(book: BatchBook) -
     book.close()
 
 
+def test_where_no_thread_can_watch_a_deadline_nothing_is_left_open(
+    book: BatchBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at its limit of threads."""
+    with monkeypatch.context() as patch:
+
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TierError, match=r"deadline_s.*can't start new thread"):
+            book.open("lookup", KEYS, deadline_s=0.05)
+    assert book.in_flight == 0
+    later = book.open("lookup", KEYS, deadline_s=0.05)
+    assert later.result(5).statuses == (CANCELLED,) * len(KEYS), "tried again"
+    book.close(timeout_s=5)
+
+
 def test_a_deadline_does_not_keep_a_batch_alive(book: BatchBook) -> None:
     batch = book.open("lookup", KEYS[:1], deadline_s=60)
     gone = weakref.ref(batch)

@@ -30,6 +30,7 @@ from tier_contract import done, eventually, statuses
 from tier_pages import ODD
 
 from kvtransfer.kernels.errors import CapacityError, ConfigError, DeadlineExceeded, OwnershipError, TierError
+from kvtransfer.kernels.events import Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.disk import DiskTier
@@ -847,6 +848,29 @@ def test_a_tier_costs_no_threads_descriptors_or_memory_once_closed(tmp_path: Pat
 
 
 # --- callbacks on the thread that moves records
+
+
+def test_a_broken_observer_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it raises is reported; the tier opens, a page that does not verify has its outcome, and it closes."""
+    reported: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: reported.append(str(told.exc_value)))
+
+    class Broken(Observer):
+        def noted(self, what: str, **fields: Any) -> None:
+            raise ZeroDivisionError(what)
+
+        def fell_back(self, what: str, why: str) -> None:
+            raise ZeroDivisionError(what)
+
+    tier = DiskTier(tmp_path, TINY, namespace=SPACE, capacity_pages=8, observer=Broken())
+    key, rng = bytes(31) + b"k", np.random.default_rng()
+    assert tier.put_from([key], [tiny_record(key, rng)]).result(20).all_ok
+    path, start = slab_path(tier, key)
+    flip_byte(path, start + 100)
+    unaligned = RecordBuffer(np.zeros(TINY_SLOT + 1, np.uint8)[1:], np.zeros(TINY_TRAILER, np.uint8))
+    assert tier.get_into([key], [unaligned]).result(20).statuses == (PageStatus.CORRUPT,)
+    assert tier.stats().in_flight == 0 and "tier.corrupt" in reported and "aligned buffers" in reported
+    tier.close(timeout_s=20)
 
 
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])

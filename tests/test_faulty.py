@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tier_contract import done, statuses
+from tier_contract import done, eventually, statuses
 from tier_pages import Arena
 
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TierError
@@ -74,6 +77,41 @@ def test_a_stall_ends_by_itself_and_with_the_tier(pages: Arena) -> None:
     assert handle.done() and set(statuses(handle)) <= {OK, CANCELLED}
     with pytest.raises(TierError, match="closed"):
         inner.lookup(pages.keys)
+
+
+@pytest.mark.parametrize("kind", ["delay", "stall"])
+@pytest.mark.parametrize("how", ["cancel", "deadline", "close"])
+def test_a_batch_that_ended_before_its_fault_leaves_nothing(pages: Arena, kind: Any, how: str) -> None:
+    before = threading.active_count()
+    tier = FaultyTier(MemoryTier(1 << 20), [Fault(kind, verb="put", times=None)])
+    handle = tier.put_from(pages.keys, pages.buffers, deadline_s=0.01 if how == "deadline" else None)
+    if how == "cancel":
+        assert handle.cancel()
+    if how != "close":
+        assert statuses(handle) == (CANCELLED,) * 3
+    batch = weakref.ref(handle)
+    tier.close(drain=how != "close", timeout_s=5)
+    assert set(statuses(handle)) <= {OK, CANCELLED}
+    del handle
+    eventually(lambda: threading.active_count() <= before)
+    gc.collect()
+    assert batch() is None, "kept by the tier"
+
+
+def test_a_tier_that_is_closed_before_a_rotten_page_can_be_removed(pages: Arena) -> None:
+    inner = MemoryTier(1 << 20)
+    tier = FaultyTier(inner, [Fault("wrong_bytes", verb="get")])
+    done(tier.put_from(pages.keys, pages.buffers)).require()
+    get = inner.get_into
+
+    def then_closed(*args: Any, **more: Any) -> Any:
+        handle = get(*args, **more)
+        assert done(handle).all_ok
+        inner.close()
+        return handle
+
+    inner.get_into = then_closed  # type: ignore[method-assign]
+    assert statuses(tier.get_into(pages.keys, pages.buffers)) == (PageStatus.CORRUPT,) * 3
 
 
 def test_closing_out_of_time_lets_a_stalled_batch_go(pages: Arena) -> None:

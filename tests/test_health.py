@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtransfer.kernels.errors import TierError, UnavailableError
-from kvtransfer.kernels.events import Observer
+from kvtransfer.kernels.events import HeardOut, Observer
 from kvtransfer.tiers.health import Health
 
 
@@ -50,6 +50,14 @@ def health(store: Store, notes: Notes) -> Iterator[Health]:
     made = Health("h", store.probe, timeout_s=0.2, first_pause_s=0.02, longest_pause_s=0.08, observer=notes)
     yield made
     made.close()
+
+
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was raised and reported as uncaught."""
+    found: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: found.append(str(told.exc_value)))
+    return found
 
 
 def test_a_failure_takes_it_down_until_a_probe_succeeds(health: Health, store: Store, notes: Notes) -> None:
@@ -113,6 +121,55 @@ def test_other_errors_of_a_probe_are_bugs(store: Store, monkeypatch: pytest.Monk
     health = Health("h", lambda: 1 / 0, timeout_s=1)
     with pytest.raises(ZeroDivisionError):
         health.try_now()
+
+
+def test_the_threads_of_calls_that_are_overdue(health: Health) -> None:
+    with health.watching():
+        end = time.monotonic() + 5
+        while health.up and time.monotonic() < end:
+            time.sleep(0.01)
+        assert health.overdue_threads() == {threading.get_ident()} and health.overdue_calls == 1
+    assert health.overdue_threads() == set()
+
+
+def test_without_a_thread_a_failure_takes_nothing_down_for_good(
+    health: Health, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at its limit of threads: there is nobody to find out that the store answers again."""
+    with monkeypatch.context() as patch:
+
+        def refuse(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", refuse)
+        with health.watching():
+            health.failed(OSError("reset"))
+        assert health.up
+    health.failed(OSError("reset"))
+    assert health.times_down == 1 and health.wait_up(5), "the thread was tried again"
+
+
+def test_a_broken_observer_harms_nobody(store: Store, reported: list[str]) -> None:
+    """What it raises is reported; the store comes back, and stalls are found, all the same."""
+
+    class Broken(Observer):
+        def noted(self, what: str, **fields: Any) -> None:
+            raise ZeroDivisionError(what)
+
+    told: list[UnavailableError] = []
+    health = Health(
+        "h", store.probe, timeout_s=0.1, first_pause_s=0.02, went_down=told.append, observer=HeardOut(Broken())
+    )
+    for times in (1, 2):
+        health.failed(OSError("reset"))
+        assert health.wait_up(5) and len(told) == times
+    with health.watching():
+        end = time.monotonic() + 5
+        while health.times_down < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+    assert health.times_down == 3 and len(told) == 3
+    health.close()
+    assert reported[:2] == ["tier.down", "tier.up"]
 
 
 def test_closing_does_not_wait_for_a_probe_that_hangs() -> None:

@@ -264,6 +264,61 @@ def test_a_server_that_freezes_costs_one_time_out(shared: RedisLab) -> None:
         assert target.images() == source.images()
 
 
+@pytest.mark.parametrize("command", [b"GET", b"EXISTS"])
+def test_a_server_that_sends_a_little_now_and_then_costs_one_time_out(command: bytes) -> None:
+    """No wait of the socket's is ever too long. A handle ends all the same, and the tier is there for who asks next."""
+    slow = SlowServer(command)
+    source, tier = Arena(6).fill(), RedisTier(f"redis://127.0.0.1:{slow.port}", timeout_s=0.3)
+    ask = (lambda: tier.lookup(source.keys)) if command == b"EXISTS" else None
+    for _ in range(2):
+        assert tier.wait_up(20)
+        started = time.monotonic()
+        handle = tier.get_into(source.keys, source.buffers) if ask is None else ask()
+        assert statuses(handle) == (ERROR,) * 6 and time.monotonic() - started < 5
+    assert tier.stats().counters["times_down"] >= 2
+    tier.close(timeout_s=20)
+    source.close()
+    slow.close()
+
+
+class SlowServer:
+    """Answers at once, but for ``command``: to that with a byte ten times in a time-out."""
+
+    def __init__(self, command: bytes) -> None:
+        self._command, self._over = command, threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while not self._over.is_set():
+                near, _ = self._listener.accept()
+                self._threads.append(threading.Thread(target=self._serve, args=(near,)))
+                self._threads[-1].start()
+
+    def _serve(self, near: socket.socket) -> None:
+        with near, suppress(OSError):
+            while asked := near.recv(1 << 16):
+                if self._command in asked:
+                    near.sendall(b"$16384\r\n" if self._command == b"GET" else b":")
+                    while not self._over.wait(0.03):
+                        near.sendall(b"1")
+                elif b"INFO" in asked:
+                    near.sendall(b"$16\r\nused_memory:1000\r\n")
+                else:
+                    near.sendall(b":1\r\n" if b"DBSIZE" in asked else b"+OK\r\n" * asked.count(b"*"))
+
+    def close(self) -> None:
+        self._over.set()
+        socket.create_connection(("127.0.0.1", self.port)).close()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+        self._listener.close()
+
+
 class SlowRoad:
     """A port of its own, between which and ``port`` all goes ``step_bytes`` at a time."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -87,6 +89,22 @@ def test_a_record_of_another_size_or_without_a_checksum_is_not_whole() -> None:
     header.encode_into(buffer.trailer)
     check = QuickCheck(SMALL.page_bytes, trailer_bytes(SMALL))
     assert "payload checksum" in str(check.sealed(key, buffer))
+
+
+def test_where_no_thread_can_be_had_one_checks_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process at its limit of threads; or one that is ending, whose pools take no more work."""
+    some = records(LARGE, 8)
+    some[5][1].payload[9] ^= 1
+    for take_away in ("start", "submit"):
+        verifier = Verifier("t", QuickCheck(LARGE.page_bytes, trailer_bytes(LARGE)), LARGE.page_bytes, helpers=2)
+        with monkeypatch.context() as patch:
+
+            def refuse(*_: object) -> None:
+                raise RuntimeError("can't start new thread")
+
+            patch.setattr(threading.Thread if take_away == "start" else ThreadPoolExecutor, take_away, refuse)
+            assert [error is not None for error in verifier.whole(some)] == [at == 5 for at in range(8)]
+        verifier.close()
 
 
 def test_where_threads_wait_one_goes_on_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

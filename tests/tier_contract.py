@@ -350,6 +350,27 @@ class TierContract(_Contract):
             assert asyncio.run(look()).all_ok
             eventually(lambda: tier.stats().in_flight == 0)
 
+    def test_a_callback_that_waits_for_its_own_thread_is_told_so(self, lab: Lab) -> None:
+        """On whichever thread a tier ends a batch: another batch that this thread must end is refused, not waited for
+        without an end."""
+        with opened(lab) as (tier, arena):
+            source, target, other = arena(40).fill(), arena(40), arena(40).fill()
+            done(tier.put_from(source.keys, source.buffers)).require()
+            ended: list[bool | str] = []
+            over = threading.Event()
+
+            def back(_: TierHandle) -> None:
+                for handle in (tier.get_into(source.keys, target.buffers), tier.put_from(other.keys, other.buffers)):
+                    try:
+                        ended.append(handle.result(3).all_ok)
+                    except TierError as error:
+                        ended.append("can't wait" in str(error))
+                over.set()
+
+            tier.get_into(source.keys, source.buffers).add_done_callback(back)
+            assert over.wait(LIMIT_S) and ended == [True, True]
+            eventually(lambda: tier.stats().in_flight == 0)
+
     def test_a_deadline_of_nothing_begins_nothing(self, lab: Lab) -> None:
         with opened(lab) as (tier, arena):
             source, target = arena(3).fill(), arena(3)

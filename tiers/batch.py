@@ -27,6 +27,9 @@ Verb = Literal["lookup", "get", "put", "remove", "pin", "prefetch", "write_back"
 class BatchOwner(Protocol):
     """What a batch tells and asks the book it stands in."""
 
+    def own_thread(self) -> None:
+        """The calling thread works for the tier."""
+
     def is_own_thread(self) -> bool:
         """Whether the calling thread works for the tier."""
 
@@ -136,6 +139,10 @@ class Batch(TierHandle):
         return [p for p in positions if self._statuses[p] is None]
 
     # --- for the tier
+
+    def on_own_thread(self) -> None:
+        """The calling thread is one that batches are ended on: it may not wait for one in a callback."""
+        self._book.own_thread()
 
     @property
     def stopping(self) -> bool:

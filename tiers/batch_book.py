@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class BatchBook:
         self._open: dict[int, Batch] = {}  # by id, in the order of the calls
         self._counters: Counter[str] = Counter()
         self._closing = False
-        self._own_threads: set[int] = set()
+        self._own_threads: set[threading.Thread] = set()
         self._deadlines = Deadlines(name, self.own_thread)
 
     def open(
@@ -76,7 +77,7 @@ class BatchBook:
 
         Raises, before anything is touched: ConfigError on a key that is not 32 bytes, a number of buffers that does
         not fit, or a negative time; LayoutError on a buffer that is not a flat uint8 array of whole blocks
-        (writable for a get); TierError once the tier is closed.
+        (writable for a get); TierError once the tier is closed, or where no thread can watch the deadline.
         """
         for at, key in enumerate(keys):
             if not isinstance(key, bytes) or len(key) != KEY_BYTES:
@@ -99,7 +100,12 @@ class BatchBook:
         if not keys:
             batch.end_empty()
         elif batch.deadline is not None:
-            self._deadlines.watch(batch)
+            try:
+                self._deadlines.watch(batch)
+            except RuntimeError as error:  # nobody gets this batch: nobody else would end it
+                refused = TierError(f"{self.name}: deadline_s: expected a thread to watch it, got: {error}")
+                batch.fail(refused)
+                raise refused from error
         return batch
 
     @property
@@ -129,12 +135,28 @@ class BatchBook:
 
     def own_thread(self) -> None:
         """The calling thread works for the tier: `Batch.result` refuses to wait on it for what is not done."""
+        me = threading.current_thread()
+        if me not in self._own_threads:
+            with self._changed:
+                self._own_threads.add(me)
+
+    @contextmanager
+    def as_own_thread(self) -> Iterator[None]:
+        """`own_thread` for a while: in a callback of a tier below, on a thread of its."""
+        me = threading.current_thread()
         with self._changed:
-            self._own_threads.add(threading.get_ident())
+            fresh = me not in self._own_threads
+            self._own_threads.add(me)
+        try:
+            yield
+        finally:
+            if fresh:
+                with self._changed:
+                    self._own_threads.discard(me)
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread called `own_thread`, or is the one that watches deadlines."""
-        return threading.get_ident() in self._own_threads
+        return threading.current_thread() in self._own_threads
 
     def close(
         self, *, drain: bool = True, timeout_s: float | None = None, abort: Callable[[], object] | None = None

@@ -37,16 +37,17 @@ class Deadlines:
         self._closed = False
 
     def watch(self, batch: Expiring) -> None:
-        """Watch ``batch``, which has a deadline."""
+        """Watch ``batch``, which has a deadline. Raises RuntimeError, and does not, where there can be no thread."""
         assert batch.deadline is not None
         with self._changed:
             if self._closed:
                 return
-            heapq.heappush(self._heap, (batch.deadline, next(self._numbers), weakref.ref(batch)))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"{self._name}-deadlines", daemon=True)
-                self._thread.start()
-            elif self._heap[0][2]() is batch:  # others need not wake it
+                thread = threading.Thread(target=self._run, name=f"{self._name}-deadlines", daemon=True)
+                thread.start()
+                self._thread = thread
+            heapq.heappush(self._heap, (batch.deadline, next(self._numbers), weakref.ref(batch)))
+            if self._heap[0][2]() is batch:  # others need not wake it
                 self._changed.notify()
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtransfer.kernels.errors import ConfigError, OwnershipError
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, TierHandle, TierStats
 from kvtransfer.tiers.batch import Batch
@@ -87,6 +87,7 @@ class DiskTier(DiskReading):
         storage: Storage | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        observer = HeardOut(observer)
         record_tools()  # built now, not by the first page
         plan = DiskPlan(
             name=name,

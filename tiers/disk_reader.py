@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from kvtransfer.kernels.errors import ConfigError, TierError
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, TierHandle, TierStats
 from kvtransfer.tiers.disk_folder import Place, read_meta, split_paths
 from kvtransfer.tiers.disk_reading import DiskReading
@@ -53,6 +53,7 @@ class DiskReader(DiskReading):
     ) -> None:
         if not refresh_s >= 0:
             raise ConfigError(f"{name}: refresh_s: expected 0 or more seconds, got {refresh_s}")
+        observer = HeardOut(observer)
         digest = namespace.digest() if isinstance(namespace, Namespace) else namespace
         where = (Place() if place is None else place).folder()
         self.folders = [f"{path}/{digest.hex()}/{where}" for path in split_paths(paths)]

@@ -49,6 +49,7 @@ class BatchTransfer(Transfer):
         self._dropped = dropped
 
     def start(self, positions: list[int]) -> list[int]:
+        self.batch.on_own_thread()
         at_batch = {self.positions[at]: at for at in positions}
         started = [at_batch[p] for p in self.batch.begin(at_batch)]
         if len(started) < len(positions):

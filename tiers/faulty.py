@@ -232,6 +232,14 @@ class FaultyTier(Tier):
             with self._lock:
                 self._stalled.append(go_on)
 
+        def over(_: TierHandle) -> None:  # by cancel or deadline: nobody waits for the timer any more
+            timer.cancel()
+            with self._lock:
+                if go_on in self._stalled:
+                    self._stalled.remove(go_on)
+
+        batch.add_done_callback(over)
+
     def _forward(self, batch: Batch, positions: list[int], faults: list[Fault]) -> None:
         """Give pages that are begun to the inner tier."""
         if not positions:
@@ -257,7 +265,8 @@ class FaultyTier(Tier):
 
         def answered(done: TierHandle) -> None:
             self._forget(copies)
-            self._answer(batch, positions, buffers, faults, done)
+            with self._book.as_own_thread():
+                self._answer(batch, positions, buffers, faults, done)
 
         batch.on_cancel = handle.cancel
         handle.add_done_callback(answered)
@@ -293,12 +302,18 @@ class FaultyTier(Tier):
                 read = (b for b, status in zip(buffers, statuses, strict=True) if status is PageStatus.OK)
                 moved = sum(b.payload.size + b.trailer.size for b in read)
             causes = (errors.get(at) for at in range(len(positions)))
-            batch.settle_many(zip(positions, statuses, causes, strict=True), moved_bytes=moved)
+            with self._book.as_own_thread():
+                batch.settle_many(zip(positions, statuses, causes, strict=True), moved_bytes=moved)
 
-        if rotten:  # as a tier does with what does not verify
-            self.inner.remove([batch.keys[p] for p in rotten]).add_done_callback(settle)
-        else:
+        if not rotten:
             settle()
+            return
+        try:  # as a tier does with what does not verify
+            removed = self.inner.remove([batch.keys[p] for p in rotten])
+        except KVTransferError:  # closed meanwhile
+            settle()
+        else:
+            removed.add_done_callback(settle)
 
     def _spoilt(
         self, buffer: RecordBuffer, position: int, faults: list[Fault], copies: list[NDArray[np.uint8]]

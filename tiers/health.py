@@ -49,6 +49,7 @@ class Health:
         self._changed = threading.Condition()
         self._cause: UnavailableError | None = None
         self._calls: dict[int, float] = {}  # number -> when it is overdue; inf once that was acted upon
+        self._callers: dict[int, int] = {}  # number -> thread
         self._asleep = False  # the thread waits without an end
         self._next_call = 0
         self._times_down = 0
@@ -70,6 +71,11 @@ class Health:
         """Calls inside `watching` that took too long, and go on."""
         return sum(map(math.isinf, list(self._calls.values())))
 
+    def overdue_threads(self) -> set[int]:
+        """The threads that those calls are on, by `threading.get_ident`."""
+        with self._changed:
+            return {self._callers[number] for number, due in self._calls.items() if math.isinf(due)}
+
     def error(self) -> UnavailableError | None:
         """Why the store is left alone now; None if it is not. A new error each time: it may be raised."""
         cause = self._cause
@@ -90,13 +96,12 @@ class Health:
     def failed(self, error: BaseException) -> None:
         """A call failed in a way that says that the store does not answer. Nothing, if it is down already."""
         with self._changed:
-            if self._cause is not None or self._closed:
-                return
+            if self._cause is not None or self._closed or not self._start():
+                return  # without the thread nobody would find out that it answers again
             self._cause = UnavailableError(f"{self._name}: unavailable, tried again in the background: {error}")
             self._cause.__cause__ = error
             self._times_down += 1
             cause = self._cause
-            self._start()
             self._changed.notify_all()
         self._observer.noted("tier.down", name=self._name, cause=str(error))
         self._went_down(cause)
@@ -111,6 +116,7 @@ class Health:
             number = self._next_call
             self._next_call += 1
             self._calls[number] = time.monotonic() + self._timeout_s
+            self._callers[number] = threading.get_ident()
             self._start()
             if self._asleep:
                 self._changed.notify_all()
@@ -122,7 +128,7 @@ class Health:
             yield answered
         finally:
             with self._changed:
-                del self._calls[number]
+                del self._calls[number], self._callers[number]
 
     def wait_up(self, timeout_s: float | None = None) -> bool:
         """Wait until the store answers; False when the time is up."""
@@ -140,10 +146,16 @@ class Health:
 
     # --- inside
 
-    def _start(self) -> None:
+    def _start(self) -> bool:
+        """Whether the thread is there: the next call tries again where the process may have no more."""
         if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name=f"{self._name}-health", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"{self._name}-health", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         pause_s = self._first_pause_s

@@ -16,7 +16,7 @@ from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.errors import ConfigError, TierError, UnavailableError
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes
 from kvtransfer.tiers.mooncake_records import MooncakeRecords
@@ -94,6 +94,7 @@ class MooncakeTier(WorkerTier):
             )
         if store is None and not hostname:
             raise ConfigError(f"{name}: hostname: expected this host's name as other clients reach it, got none")
+        observer = HeardOut(observer)
         self._address = _host_and_port(name, master)
         self._setup = (hostname, metadata, segment_bytes, local_buffer_bytes, protocol, devices, master)
         self._prefix = prefix + ":"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import PageStatus
 from kvtransfer.tiers.batch_book import KEY_BYTES
 from kvtransfer.tiers.jobs import Job, Outcome, Outcomes, Same
-from kvtransfer.tiers.resp import Answer, RespError, RespSocket
+from kvtransfer.tiers.resp import Answer, RespError, RespSocket, shut
 from kvtransfer.tiers.resp_native import Got, native_wire
 from kvtransfer.tiers.worker_tier import WorkerTier
 
@@ -195,6 +195,16 @@ class RedisTier(WorkerTier):
     def do_probe(self) -> None:
         self._read_usage()
 
+    def do_interrupt(self, threads: Collection[int]) -> None:
+        with self._links_lock:
+            links = [link for thread, link in self._links.items() if thread in threads]
+            connecting = [connection for thread, connection in self._connecting.items() if thread in threads]
+        for link in links:
+            link.socket.shut()
+        # Of the pool's no public name tells which thread uses one, nor which are in use.
+        for connection in [*connecting, *getattr(self._pool, "_in_use_connections", ())]:
+            shut(getattr(connection, "_sock", None))
+
     def do_abort(self) -> None:
         with self._links_lock:
             links, connecting = list(self._links.values()), list(self._connecting.values())
@@ -240,7 +250,7 @@ class RedisTier(WorkerTier):
                 idle_end = (
                     not fresh and answered == 0 and not isinstance(error.__cause__, BlockingIOError | TimeoutError)
                 )
-                if not idle_end or self._aborted:
+                if not idle_end or self._aborted or link.socket.was_shut:
                     raise
             finally:
                 if not link.socket.in_step:

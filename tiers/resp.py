@@ -52,8 +52,9 @@ Answer = Got | int | RespError
 class RespSocket:
     """One socket, connected and authenticated, that nobody else uses. Not thread-safe but for `shut`.
 
-    ``timeout_s`` bounds each wait for the server. ``in_step`` says whether every reply that was asked for has been
-    read: a socket that is not must be closed. The generators raise UnavailableError where the server is gone or late.
+    ``timeout_s`` bounds each wait for the server; one that sends a little now and then is stopped by `shut` alone
+    (``was_shut``). ``in_step`` says whether every reply that was asked for has been read: a socket that is not must be
+    closed. The generators raise UnavailableError where the server is gone or late.
     ``native`` moves records; None: Python does, which takes several times the CPU beside the copies themselves.
     """
 
@@ -64,6 +65,7 @@ class RespSocket:
         self._ahead = b""  # read already, and of the next answer
         self._group_bytes = _LEAST_GROUP_BYTES
         self.in_step = True
+        self.was_shut = False
         if self._vectored:
             # The kernel waits for whole pages, with the GIL released once a page, and keeps the time.
             sock.setblocking(True)
@@ -159,10 +161,8 @@ class RespSocket:
 
     def shut(self) -> None:
         """Make whoever waits on the socket stop waiting, from any thread. The socket is of no more use."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass  # it is down already
+        self.was_shut = True
+        shut(self._sock)
 
     # --- inside
 
@@ -349,6 +349,15 @@ class RespSocket:
                 return
             views[0] = views[0][got:]
             got = self._sock.recvmsg_into(views)[0] if self._vectored else self._sock.recv_into(views[0])
+
+
+def shut(sock: socket.socket | None) -> None:
+    """Make whoever waits on ``sock`` stop waiting."""
+    try:
+        if sock is not None:
+            sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is down already
 
 
 def _broken(error: OSError) -> UnavailableError:

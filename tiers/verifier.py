@@ -50,7 +50,10 @@ class Verifier:
         parts = Parts.of([buffer for _, buffer in records]) if parts is None else parts
         step = -(-len(records) // (self._helpers + 1))
         shares = [range(at, min(at + step, len(records))) for at in range(0, len(records), step)]
-        others = [pool.submit(self._part, records, parts, share) for share in shares[1:]]
+        try:
+            others = [pool.submit(self._part, records, parts, share) for share in shares[1:]]
+        except RuntimeError:  # no more threads, or the interpreter is ending: whoever waits for these waits still
+            return self._check.many(records, whole=True, parts=parts)
         wall_s, cpu_s = time.perf_counter(), time.thread_time()
         found = self._part(records, parts, shares[0])
         wall_s, cpu_s = time.perf_counter() - wall_s, time.thread_time() - cpu_s

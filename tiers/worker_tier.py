@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -30,7 +30,7 @@ from kvtransfer.kernels.errors import (
     TierError,
     UnavailableError,
 )
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle, TierStats
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.batch_book import BatchBook
@@ -80,6 +80,7 @@ class WorkerTier(Tier, ABC):
                 f"{name}: expected workers and job_pages of at least 1 and a time-out above 0, "
                 f"got {workers}, {job_pages} and {timeout_s}"
             )
+        observer = HeardOut(observer)
         self.name = name
         self.shared = shared
         self.needs_registration = needs_registration
@@ -144,6 +145,10 @@ class WorkerTier(Tier, ABC):
     def do_usage(self) -> tuple[int, int, int]:
         """Capacity in bytes (0: none known), used bytes, pages. From memory: it must not wait for the store."""
         return 0, 0, 0
+
+    def do_interrupt(self, threads: Collection[int]) -> None:
+        """Make the calls on these workers (`threading.get_ident`) end soon, where that can be done: they have waited
+        for the store for too long, though it may send a little now and then. Else their pages wait for them."""
 
     def do_abort(self) -> None:
         """Make calls that wait for the store end soon, in whatever way: `close` is out of time."""
@@ -249,6 +254,8 @@ class WorkerTier(Tier, ABC):
         """What waits in the queue is answered now, though every worker may be stuck."""
         for batch in self.book.batches():
             self._refuse(batch, range(len(batch.keys)))
+        if overdue := self.health.overdue_threads():
+            self.do_interrupt(overdue)
 
     def _work(self) -> None:
         self.book.own_thread()
