@@ -379,9 +379,11 @@ class TransferEngine:
     def _check(self, direction: str, slots: Any, pages: Any) -> tuple[Ids, Ids | None, torch.Tensor | None]:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
         slot_ids = check.host_ids(slots, self.host.num_slots, "host slot", distinct=direction == "store")
-        if slot_ids.size and int(slot_ids.max()) >= self.host.ready_slots:
-            ready = self.host.ready_slots - 1
-            raise LayoutError(f"host slot ids: expected slots that are ready, 0 to {ready}, got {int(slot_ids.max())}")
+        ready = self.host.ready_slots
+        if ready < self.host.num_slots and slot_ids.size and int(slot_ids.max()) >= ready:  # numpy gives the GIL away
+            raise LayoutError(
+                f"host slot ids: expected slots that are ready, 0 to {ready - 1}, got {int(slot_ids.max())}"
+            )
         self.host.require_given_out(slot_ids)
         page_ids: Ids | None = None
         gpu_ids: torch.Tensor | None = None

@@ -47,6 +47,68 @@ def test_pages_are_settled_in_any_order_and_a_late_answer_changes_nothing(book: 
     assert counters["bytes_written"] == counters["corrupt"] == 0
 
 
+def test_pages_that_came_to_the_same_are_settled_together(book: BatchBook) -> None:
+    """In a run or not, and whatever of them has its outcome already: as `settle_many` does it."""
+    batch = book.open("get", KEYS, buffers(5))
+    batch.begin()
+    ended: list[int] = []
+    batch.add_done_callback(lambda _: ended.append(batch.settled_pages))
+    assert batch.settle_same([], OK) == batch.settle_same(range(0), OK) == 0
+    assert batch.settle_same([1, 2], OK, moved_bytes=20) == 2
+    assert batch.settle_same([1, 2], MISS, moved_bytes=5) == 0, "all late"
+    cause = OSError("gone")
+    batch.settle(4, ERROR, cause)
+    assert batch.settle_same(range(2, 5), MISS, moved_bytes=7) == 1, "2 and 4 are late"
+    assert batch.moved_bytes == 27 and not ended and batch.unsettled(range(5)) == [0]
+    assert batch.settle_same([4, 0, 4], CANCELLED) == 1, "in any order; it is the last"
+    assert ended == [5] and batch.settle_same(range(5), OK, moved_bytes=9) == 0 and ended == [5]
+    result = batch.result(0)
+    assert result.statuses == (CANCELLED, OK, OK, MISS, ERROR) and result.errors == {4: cause}
+    assert book.counters()["bytes_read"] == 27 and book.in_flight == 0
+
+
+def test_a_run_settled_twice_at_once_ends_its_batch_once() -> None:
+    for _ in range(200):
+        book = BatchBook("t")
+        batch = book.open("lookup", KEYS)
+        batch.begin()
+        ended: list[object] = []
+        batch.add_done_callback(ended.append)
+        got: list[int] = []
+
+        def settle(run: range, batch: Any = batch, got: list[int] = got) -> None:
+            got.append(batch.settle_same(run, OK))
+
+        workers = [threading.Thread(target=settle, args=[run]) for run in (range(5), range(5), range(2, 5))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert sum(got) == 5 and ended == [batch] and batch.result(0).all_ok
+
+
+def test_where_the_buffers_lie_is_looked_at_once(book: BatchBook) -> None:
+    """And what they must be besides is asked before anything is touched."""
+    given, seen = buffers(3), list[Any]()
+    batch = book.open("put", KEYS[:3], given, check=seen.append)
+    assert seen == [batch.parts]
+    assert batch.parts.where.tolist() == [[part.__array_interface__["data"][0] for part in both] for both in given]
+    assert batch.parts.sizes.tolist() == [[8192, 4096]] * 3
+    batch.settle_same(range(3), OK)
+    read_only = [RecordBuffer(*(np.frombuffer(bytes(4096), np.uint8) for _ in range(2))), *given[1:]]
+    mixed = book.open("put", KEYS[:3], read_only)
+    assert mixed.parts.where.tolist() == [[part.__array_interface__["data"][0] for part in both] for both in read_only]
+    mixed.settle_same(range(3), OK)
+    assert len(book.open("lookup", []).parts.where) == 0
+
+    def refuse(parts: Any) -> None:
+        raise ConfigError(f"{len(parts.where)} refused")
+
+    with pytest.raises(ConfigError, match="3 refused"):
+        book.open("get", KEYS[:3], given, check=refuse)
+    assert book.in_flight == 0
+
+
 def test_result_waits_and_its_time_out_leaves_the_batch_running(book: BatchBook) -> None:
     batch = book.open("lookup", KEYS)
     batch.begin()
@@ -202,6 +264,8 @@ def test_no_pages_is_done_at_once(book: BatchBook) -> None:
             [RecordBuffer(np.frombuffer(bytes(4096), np.uint8), np.zeros(4096, np.uint8))],
             "read-only",
         ),
+        (LayoutError, KEYS[:2], [(*both, both[0]) for both in buffers(2)], r"buffers\[0\]: .* a payload and a trailer"),
+        (LayoutError, KEYS[:2], [buffers(1)[0], buffers(1)[0][:1]], r"buffers\[1\]: .* a payload and a trailer, got 1"),
     ],
 )
 def test_bad_input_is_refused(book: BatchBook, kind: type[Exception], keys: Any, given: Any, message: str) -> None:

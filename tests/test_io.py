@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from disk_helpers import Told
+from kernel_helpers import fresh_generator
 
 from kvtransfer.kernels.errors import ConfigError, OwnershipError, TierError
 from kvtransfer.tiers import uring_buffers, uring_engine
@@ -623,3 +624,20 @@ def test_entries_have_the_kernels_layout() -> None:
         "opcode": 0, "flags": 1, "ioprio": 2, "fd": 4, "offset": 8, "address": 16, "length": 24, "rw_flags": 28,
         "user_data": 32, "buffer": 40, "personality": 42, "splice": 44, "pad": 48,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("head", [0, 5, 7, 8, 13, (1 << 32) - 3, (1 << 32) - 8])
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 8])
+def test_completions_are_taken_in_order_where_the_ring_ends(head: int, count: int) -> None:
+    """Also where its counters do; they are a copy, which the kernel does not write over."""
+    ring = Ring.__new__(Ring)
+    ring._cqes, ring._cq_mask = np.zeros(8, CQE), 7
+    ring._cq_head, ring._cq_tail = np.array([head], np.uint32), np.array([(head + count) % (1 << 32)], np.uint32)
+    expected = fresh_generator().integers(-(1 << 31), 1 << 31, count)
+    for at, result in enumerate(expected.tolist()):
+        ring._cqes[(head + at) % 8] = (1000 + at, result, at)
+    taken = ring.take()
+    ring._cqes[:] = 0
+    assert taken["user_data"].tolist() == [1000 + at for at in range(count)] and (taken["result"] == expected).all()
+    assert taken.dtype == CQE and ring.ready() == 0 and ring._cq_head[0] == ring._cq_tail[0]
+    taken["result"] = 1

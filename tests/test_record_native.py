@@ -148,7 +148,7 @@ def test_parts_of_some_records_in_any_order() -> None:
         assert (some.where == parts.where[list(places)]).all() and (some.sizes == parts.sizes[list(places)]).all()
         assert some.where.shape == some.sizes.shape == (len(places), 2)
         some.addresses(0, len(places))
-    for outside in ([3, 100], [4, -1]):
+    for outside in ([3, 100], [4, -1], [4, -2], [-1], [100], range(98, 101), [-2, -1], [-1, 0]):
         with pytest.raises(IndexError, match="expected records 0 to 99"):
             parts.only(outside)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +262,78 @@ def test_a_server_that_freezes_costs_one_time_out(shared: RedisLab) -> None:
         assert quick.wait_up(10)
         done(tier.get_into(source.keys, target.buffers)).require()
         assert target.images() == source.images()
+
+
+class SlowRoad:
+    """A port of its own, from which answers of ``port`` come ``step_bytes`` at a time."""
+
+    def __init__(self, port: int, step_bytes: int, pause_s: float) -> None:
+        self._to, self._step_bytes, self._pause_s = port, step_bytes, pause_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._start(self._accept)
+
+    def _start(self, work: Callable[..., object], *args: object) -> None:
+        threading.Thread(target=work, args=args, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self._to))
+                self._start(self._carry, near, far, 1 << 16, 0.0)
+                self._start(self._carry, far, near, self._step_bytes, self._pause_s)
+
+    def _carry(self, source: socket.socket, sink: socket.socket, step_bytes: int, pause_s: float) -> None:
+        with suppress(OSError), source, sink:
+            while data := source.recv(step_bytes):
+                sink.sendall(data)
+                time.sleep(pause_s)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+def test_a_slow_network_is_no_outage(shared: RedisLab) -> None:
+    """A batch that takes several time-outs, each page of which comes within one."""
+    road = SlowRoad(shared.port, 16 << 10, 0.01)
+    slow = RedisTier(f"redis://127.0.0.1:{road.port}", timeout_s=0.25, prefix="test", connections=1)
+    with opened(shared) as (tier, arena), slow:
+        source, target = arena(120).fill(), arena(120)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        started = time.monotonic()
+        done(slow.get_into(source.keys, target.buffers)).require()
+        assert time.monotonic() - started > 1 and slow.stats().counters["times_down"] == 0
+        assert target.images() == source.images()
+        late = done(slow.get_into(source.keys, target.buffers, deadline_s=0.1))
+        assert set(late.statuses) == {OK, PageStatus.CANCELLED}, "no more than was asked for by then"
+    road.close()
+
+
+@pytest.mark.parametrize("kind", ["hash", "length", "miss"])
+def test_one_odd_page_in_a_long_run_is_told_by_itself(shared: RedisLab, kind: str) -> None:
+    """An answer that C leaves to Python, with more under way: the others come, and the connection serves on."""
+    with opened(shared, shared.make(connections=1)) as (tier, arena):
+        source, target = arena(90).fill(), arena(90)
+        done(tier.put_from(source.keys, source.buffers)).require()
+        odd = {0, 41, 42, 89}
+        with shared.client() as client:
+            for at in odd:
+                name = "test:" + source.keys[at].hex()
+                value = client.get(name)
+                client.delete(name)
+                if kind == "hash":
+                    client.hset(name, "a", "b")
+                elif kind == "length":
+                    client.set(name, value + b"x" * 4096)
+        result = done(tier.get_into(source.keys, target.buffers))
+        told = {"hash": ERROR, "length": CORRUPT, "miss": MISS}[kind]
+        assert result.statuses == tuple(told if at in odd else OK for at in range(90))
+        assert kind != "hash" or all("WRONGTYPE" in str(result.errors[at]) for at in odd)
+        assert all(target.image(at) == source.image(at) for at in range(90) if at not in odd)
+        counters = tier.stats().counters
+        assert counters["bytes_read"] == 86 * source.record_bytes and counters["times_down"] == 0
 
 
 def test_closing_does_not_wait_for_a_frozen_server(shared: RedisLab) -> None:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -213,6 +214,26 @@ def test_a_long_fetch_asks_as_it_goes_and_stops_when_told() -> None:
     thread.join(5)
 
 
+def test_a_slow_server_s_pages_are_told_as_they_come() -> None:
+    """Not at the end of a burst: whoever watches would take it for dead, and `stop` would be heard late."""
+    _, wire = value(SIZE)
+
+    def trickle(far: socket.socket) -> None:
+        for _ in range(40):
+            time.sleep(0.02)
+            far.sendall(wire)
+
+    told: list[tuple[float, int]] = [(time.monotonic(), 0)]
+
+    def work(link: RespSocket) -> None:
+        for answers in link.fetch([b"k"] * 40, buffers(40)):
+            told.append((time.monotonic(), len(answers)))
+
+    run(Peer(b"", then=trickle), work)
+    assert sum(pages for _, pages in told) == 40 and run_in_step == [True]
+    assert max(after - before for (before, _), (after, _) in pairwise(told)) < 0.4, "of 0.8 s"
+
+
 @pytest.mark.parametrize("cut", [0, 3, 9, 5000, SIZE + 9])
 def test_a_server_that_goes_in_the_middle(cut: int) -> None:
     _, wire = value(SIZE)
@@ -313,6 +334,12 @@ def test_what_was_read_ahead_is_never_put_behind_a_buffer() -> None:
     got = run(Peer(data), lambda link: all_of(link.fetch([b"k"] * 4, [tiny] * 4)))
     assert got == [False, True, True, False] and run_in_step == [True]
     assert bytes(memory[:2]) == b"cd" and (memory[2:] == 7).all()
+    big, memory = buffers(1)[0], np.full(4096, 7, np.uint8)
+    small = RecordBuffer(memory[:2], memory[2:3])
+    data = b"$%d\r\n%s\r\n$3\r\nabc\r\n$-1\r\n" % (SIZE, bytes(SIZE))
+    got = run(Peer(data), lambda link: all_of(link.fetch([b"k"] * 3, [big, small, small])))
+    assert got == [True, True, False] and run_in_step == [True, True]
+    assert bytes(memory[:3]) == b"abc" and (memory[3:] == 7).all()
 
 
 def test_shut_wakes_who_waits() -> None:

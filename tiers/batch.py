@@ -40,7 +40,7 @@ class Batch(TierHandle):
     verb       which verb of the tier made it
     keys       the stored keys, in the order asked
     buffers    one a key for get and put, else empty. Empty too once the batch is done: they are the caller's again
-    parts      where the buffers lie
+    parts      where the buffers lie. Kept once the batch is done: addresses only, which say nothing any more
     ttl_s      of a pin
     deadline   `time.monotonic` after which waiting pages are CANCELLED, or None
     moved_bytes  read or written for it so far

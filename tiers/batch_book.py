@@ -191,6 +191,9 @@ class BatchBook:
 def _checked_parts(name: str, buffers: Sequence[RecordBuffer], *, writable: bool) -> Parts:
     """Where ``buffers`` lie. Raises LayoutError if one is not as it should be. Quick where all are flat writable bytes:
     every page of every batch comes by."""
+    for at, buffer in enumerate(buffers):
+        if len(buffer) != 2:
+            raise LayoutError(f"{name}: buffers[{at}]: expected a payload and a trailer, got {len(buffer)} arrays")
     if all(type(part) is np.ndarray and part.dtype is _UINT8 and part.ndim == 1 for both in buffers for part in both):
         parts = Parts.writable(buffers)
         if parts is not None and not (parts.sizes % BLOCK_BYTES).any():

@@ -1,4 +1,4 @@
-"""Job and Outcome: what a tier's worker is given, and what it answers for each page."""
+"""Job, and Outcome or Same: what a tier's worker is given, and what it answers for each page."""
 
 from __future__ import annotations
 
@@ -68,6 +68,13 @@ class Job:
     def parts(self) -> Parts:
         """Where the buffers lie."""
         return self.batch.parts.only(self.positions)
+
+    def positions_of(self, run: Same) -> list[int]:
+        """In the batch. IndexError: the job has no such pages."""
+        first, stop = run.first, run.first + run.pages
+        if not 0 <= first <= stop <= len(self.positions):
+            raise IndexError(f"expected a run of a job of {len(self.positions)} pages, got {first} to {stop - 1}")
+        return self.positions[first:stop]
 
     @property
     def ttl_s(self) -> float | None:

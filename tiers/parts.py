@@ -59,9 +59,13 @@ class Parts:
         return Parts(self.where[first:], self.sizes[first:])
 
     def only(self, places: Sequence[int]) -> Parts:
-        """Those of just these records, in this order."""
+        """Those of just these records, in this order. IndexError: there are not so many."""
         first, count = places[0] if places else 0, len(places)
-        if places == range(first, first + count) or list(places) == list(range(first, first + count)):
+        run = places == range(first, first + count) or list(places) == list(range(first, first + count))
+        low, high = (first, first + count - 1) if run else (min(places), max(places))
+        if count and not 0 <= low <= high < len(self.where):
+            raise IndexError(f"expected records 0 to {len(self.where) - 1}, got {list(places)}")
+        if run:
             if count == len(self.where):
                 return self
             return Parts(self.where[first : first + count], self.sizes[first : first + count])
@@ -72,8 +76,6 @@ def _rows(pairs: NDArray[np.uint64], places: Sequence[int]) -> NDArray[np.uint64
     """``pairs[places]``, which gives the interpreter lock away: beside a busy Python thread that takes up to 10 ms."""
     image = pairs.tobytes()
     picked = b"".join([image[at : at + _PAIR_BYTES] for at in [_PAIR_BYTES * place for place in places]])
-    if len(picked) != _PAIR_BYTES * len(places):
-        raise IndexError(f"expected records 0 to {len(pairs) - 1}, got {list(places)}")
     return np.frombuffer(picked, dtype=np.uint64).reshape(-1, 2)
 
 

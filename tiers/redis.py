@@ -46,7 +46,7 @@ class RedisTier(WorkerTier):
         prefix: of every key. Stored keys differ between namespaces by themselves; the prefix is for whoever looks
             after the server.
         ttl_s: pages expire so long after they were put; None: never.
-        connections: sockets that move pages; a batch is spread over them.
+        connections: sockets that move pages; a batch is spread over them unless others wait for them.
         timeout_s: for each answer of the server, and for connecting.
         job_pages: most pages of a batch that go over one socket in one go.
 

@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
+#include <time.h>
 
 enum { SHORTEST_REPLY = 5, LONGEST_LINE = 32 };
 
@@ -63,19 +64,27 @@ static int ask(int fd, struct asking *asking, uint64_t at) {
   return ALL;
 }
 
+/* Of CLOCK_MONOTONIC. */
+static uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
 /* Receive answers first ... first + n - 1 of the GETs of `asking`, whose records are where[i] (payload, trailer) of
  * sizes[i] bytes each, and ask for more meanwhile. ahead: room for 64 bytes, of which *held were read already; brought up
  * to date. got[i]: NONE, there is no value; FILLED, the record was filled; WHOLE, and `check` found it right for the i-th
  * key of 32 bytes, while it was in the core's cache (`check` may be null; `start` is for it). *answered: how many. Returns
- * ALL; or OTHER_ANSWER: the next one is something else (its beginning, or nothing, is in `ahead`); or why the socket is of
- * no more use, with *code the errno of BROKEN.
+ * ALL, which are fewer than n, but one at least, where `until` has passed; or OTHER_ANSWER: the next one is something else
+ * (its beginning, or nothing, is in `ahead`); or why the socket is of no more use, with *code the errno of BROKEN.
  */
-int kvt_resp_get(int fd, struct asking *asking, uint64_t first, uint64_t n, const uint64_t (*where)[2],
+int kvt_resp_get(int fd, struct asking *asking, uint64_t first, uint64_t n, uint64_t until, const uint64_t (*where)[2],
                  const uint64_t (*sizes)[2], check_t *check, const uint8_t *keys, const uint8_t *start, uint8_t *ahead,
                  uint64_t *held, uint8_t *got, uint64_t *answered, int *code) {
   *code = 0;
   for (*answered = 0; *answered < n; ++*answered) {
     uint64_t at = *answered;
+    if (at && now_ns() >= until) return ALL;
     if (ask(fd, asking, first + at)) return *code = errno, BROKEN;
     uint64_t left = asking->asked - first - at - 1; /* answers that are due behind this one */
     char line[LONGEST_LINE];

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import ssl
 import struct
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,8 +30,9 @@ _SCRATCH_BYTES = 1 << 16
 # 1.5 MiB (two pages at least).
 _WINDOW_PAGES, _WINDOW_BYTES = 64, 3 << 19
 # Read in one go; each page is checked at once, in the core's cache. Python costs some 0.2 ms a go, however short it is:
-# the pages have driven it out of the cache.
-_BURST_PAGES, _BURST_BYTES = 128, 8 << 20
+# the pages have driven it out of the cache. Over a slow link the time ends it: whoever watches must hear of pages as
+# they come, and `stop` be asked.
+_BURST_PAGES, _BURST_BYTES, _BURST_NS = 128, 8 << 20, 50_000_000
 _REPLIES = 16  # of SETs that are waited for together
 
 
@@ -96,12 +98,13 @@ class RespSocket:
             if read == asking.limit:
                 return
             places, answers = range(read, min(read + burst, asking.limit)), list[Answer]()
+            until_ns = time.monotonic_ns() + _BURST_NS
             self.in_step = False
             try:
                 if self._native is not None and where is not None:
-                    self._fetch_natively(self._native, asking, places, stored_keys, where, buffers, answers)
+                    self._fetch_natively(self._native, asking, places, until_ns, stored_keys, where, buffers, answers)
                 else:
-                    self._fetch(asking, commands, places, buffers, answers)
+                    self._fetch(asking, commands, places, until_ns, buffers, answers)
             except UnavailableError:
                 if answers:
                     yield answers  # these came
@@ -183,20 +186,24 @@ class RespSocket:
         native: NativeWire,
         asking: Asking,
         places: range,
+        until_ns: int,
         stored_keys: Sequence[bytes],
         parts: Parts,
         buffers: Sequence[RecordBuffer],
         answers: list[Answer],
     ) -> None:
-        """Append the answers for ``places``, asking for more meanwhile."""
-        while (at := places.start + len(answers)) < places.stop:
+        """Append the answers for ``places``, asking for more meanwhile; after ``until_ns`` only the first."""
+        fd = self._sock.fileno()
+        while (at := places.start + len(answers)) < places.stop and not (answers and time.monotonic_ns() >= until_ns):
+            rest = range(at, places.stop)
             try:
-                self._ahead = native.receive(
-                    self._sock.fileno(), asking, stored_keys, parts, range(at, places.stop), self._ahead, answers
+                self._ahead, other = native.receive(
+                    fd, asking, stored_keys, parts, rest, until_ns, self._ahead, answers
                 )
             except OSError as error:
                 raise _broken(error) from error
-            if (at := places.start + len(answers)) < places.stop:
+            if other:
+                at = places.start + len(answers)
                 answers.append(self._answer(buffers[at], asking.asked - at - 1))
 
     def _fetch(
@@ -204,11 +211,14 @@ class RespSocket:
         asking: Asking,
         commands: Sequence[bytes],
         places: range,
+        until_ns: int,
         buffers: Sequence[RecordBuffer],
         answers: list[Answer],
     ) -> None:
         """`_fetch_natively` without C."""
         for at in places:
+            if answers and time.monotonic_ns() >= until_ns:
+                return
             if asking.asked - at <= asking.window // 2 and asking.asked < asking.limit:
                 first, asking.asked = asking.asked, min(at + asking.window, asking.limit)
                 self._begin([b"".join(commands[first : asking.asked])])
@@ -268,14 +278,19 @@ class RespSocket:
     def _body(self, payload: NDArray[np.uint8], trailer: NDArray[np.uint8], line: bytes, left: int) -> None:
         """Receive a value, its line end, and ahead as much as is sure to come of ``left`` more answers, at most as long
         as ``line``."""
-        if early := len(self._ahead):
-            payload[:early] = np.frombuffer(self._ahead, dtype=np.uint8)
-            payload = payload[early:]
-        rest = bytearray(2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
-        self._receive([payload, trailer, rest], payload.size + trailer.size + len(rest))
+        size = payload.size + trailer.size
+        early, behind = self._ahead[: size + 2], self._ahead[size + 2 :]
+        rest = bytearray(2 if behind else 2 + min(SHORTEST_REPLY_BYTES * left, len(line)))
+        parts = [payload.data, trailer.data, memoryview(rest)]
+        while early:
+            fits = min(len(early), len(parts[0]))
+            parts[0][:fits], early = early[:fits], early[fits:]
+            parts = [parts[0][fits:], *parts[1:]] if fits < len(parts[0]) else parts[1:]
+        if parts:
+            self._receive(parts, sum(map(len, parts)))
         if rest[:2] != b"\r\n":
             raise UnavailableError("expected the end of a value, got more of it: out of step")
-        self._ahead = bytes(rest[2:])
+        self._ahead = bytes(rest[2:]) + behind
 
     def _skip(self, count: int) -> None:
         count -= len(self._ahead)

@@ -60,17 +60,12 @@ class NativeWire:
         self._get = lib.kvt_resp_get
         pointer, number, image = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_char_p
         self._get.argtypes = [
-            ctypes.c_int, pointer, number, number, pointer, pointer, pointer, image, image, pointer, pointer, pointer,
-            pointer, pointer,
+            ctypes.c_int, pointer, number, number, number, pointer, pointer, pointer, image, image, pointer, pointer,
+            pointer, pointer, pointer,
         ]  # fmt: skip
         self._put = lib.kvt_resp_put
         self._put.argtypes = [ctypes.c_int, number, image, pointer, pointer, pointer, pointer]
         self._get.restype = self._put.restype = ctypes.c_int
-
-    @property
-    def checks(self) -> bool:
-        """Whether records are checked as they come."""
-        return self._check is not None
 
     def receive(
         self,
@@ -79,12 +74,14 @@ class NativeWire:
         keys: Sequence[bytes],
         parts: Parts,
         places: range,
+        until_ns: int,
         ahead: bytes,
         answers: list[Any],
-    ) -> bytes:
-        """Append to ``answers`` what came (`Got`) of the GETs of ``places``, until one of another kind comes, and ask
-        for more meanwhile. ``keys``: stored keys of 32 bytes, for the check; ``ahead`` was read already, and what is
-        returned is, of the next answer. The caller keeps the memory of all ``parts`` alive, and writable.
+    ) -> tuple[bytes, bool]:
+        """Append to ``answers`` what came (`Got`) of the GETs of ``places``, and ask for more meanwhile; until one of
+        another kind comes, or, after one at least, it is ``until_ns`` of `time.monotonic_ns`. ``keys``: stored keys of
+        32 bytes, for the check; ``ahead`` was read already. The caller keeps the memory of all ``parts`` alive, and
+        writable. Returns what is read ahead of the next answer, and whether that is of another kind.
 
         Raises OSError; UnavailableError where the server closed the connection or a value has no end.
         """
@@ -96,7 +93,7 @@ class NativeWire:
         got = ctypes.create_string_buffer(count)
         where, sizes = parts.addresses(places.start, count)
         ended = self._get(
-            fd, ctypes.byref(asking), places.start, count, where, sizes, check, joined, START, early,
+            fd, ctypes.byref(asking), places.start, count, until_ns, where, sizes, check, joined, START, early,
             ctypes.byref(held), got, ctypes.byref(answered), ctypes.byref(code),
         )  # fmt: skip
         answers += [_GOT[kind] for kind in got.raw[: answered.value]]
@@ -106,7 +103,7 @@ class NativeWire:
             raise UnavailableError("the server closed the connection before the end of an answer")
         if ended == _NO_LINE_END:
             raise UnavailableError("expected the end of a value, got more of it: out of step")
-        return early.raw[: held.value]
+        return early.raw[: held.value], ended == _OTHER_ANSWER
 
     def send(self, fd: int, texts: Sequence[bytes], parts: Parts) -> None:
         """Send ``texts[0]``, the first record, ``texts[1]``, ... and the last text: one more than there are records.

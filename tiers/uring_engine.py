@@ -249,7 +249,7 @@ class UringEngine:
         slots = self._slots_free[-count:]
         del self._slots_free[-count:]
         parts = Parts(transfer.addresses, transfer.sizes).only(started)
-        where, sizes, offsets = parts.where, parts.sizes, transfer.offsets.tolist()
+        where, sizes, offsets = parts.where, parts.sizes, transfer.offsets.data  # no list: there may be many
         files = [transfer.files[p] for p in started]
         entries = self._draft[:count]  # what is not set here is always zero
         entries["fd"] = self._fds[files][:, None]

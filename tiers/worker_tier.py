@@ -1,9 +1,10 @@
 """WorkerTier: a tier over a store whose client blocks. Most tiers are a subclass with five short methods.
 
 The verbs cut a batch into jobs and queue them; worker threads run them through the subclass's ``do_...`` methods,
-which are generators that yield an outcome a page, one by one or in lists. Everything that the contract asks besides is
-done here: input is checked, records are verified, buffers are returned, a store that fails is left alone until it
-answers, and `close` leaves nothing without an outcome. docs/adding_a_tier.md shows a complete one.
+which are generators that yield an outcome a page, one by one, in lists, or as runs of pages that fared alike.
+Everything that the contract asks besides is done here: input is checked, records are verified, buffers are returned, a
+store that fails is left alone until it answers, and `close` leaves nothing without an outcome. docs/adding_a_tier.md
+shows a complete one.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class WorkerTier(Tier, ABC):
         name, shared: see `Tier`.
         workers: threads that run jobs.
         job_pages: most pages in one job.
-        spread: cut a batch so that every worker has a part of it. Else it is cut by ``job_pages`` alone: for a client
-            that does many pages at once by itself.
+        spread: cut a batch so that every worker has a part of it, unless jobs are waiting already. Else it is cut by
+            ``job_pages`` alone: for a client that does many pages at once by itself.
         timeout_s: a ``do_...`` call that yields nothing for so long means that the store has stalled.
         needs_registration: buffers must lie in memory that `register` was told of.
     """
@@ -295,15 +296,17 @@ class WorkerTier(Tier, ABC):
             with self.health.watching() as answered:
                 for group in checked[verb](job):
                     answered()
-                    if isinstance(group, Same):
-                        positions = job.positions[group.first : group.first + group.pages]
-                        job.batch.settle_same(positions, group.status, moved_bytes=group.pages * group.moved_bytes)
-                        continue
-                    known += [(job.positions[at], status, error) for at, status, error, *_ in group]
-                    moved_bytes += sum([outcome.moved_bytes for outcome in group])
-                    if len(known) >= _SETTLE_PAGES:
+                    if not isinstance(group, Same):
+                        known += [(job.positions[at], status, error) for at, status, error, *_ in group]
+                        moved_bytes += sum([outcome.moved_bytes for outcome in group])
+                        if len(known) < _SETTLE_PAGES:
+                            continue
+                    if known:  # before a run, too: the first outcome of a page counts
                         job.batch.settle_many(known, moved_bytes=moved_bytes)
                         known, moved_bytes = [], 0
+                    if isinstance(group, Same):
+                        run_bytes = group.pages * group.moved_bytes
+                        job.batch.settle_same(job.positions_of(group), group.status, moved_bytes=run_bytes)
         except (UnavailableError, OSError) as error:
             if not self._aborted:
                 self.health.failed(error)
@@ -324,8 +327,10 @@ class WorkerTier(Tier, ABC):
         """`do_get`, verified. Rotten records are set aside before anybody hears of them."""
         rotten: list[Outcome] = []
         for some in grouped(self.do_get(job)):
-            if isinstance(some, Same) and (some.checked or some.status is PageStatus.MISS):  # what most are
-                yield some
+            if isinstance(some, Same) and (
+                some.checked if some.status is PageStatus.OK else some.status is not PageStatus.CORRUPT
+            ):
+                yield some  # what most are: there is nothing to look at
                 continue
             group = told = some.singly() if isinstance(some, Same) else some
             came = [outcome.at for outcome in group if outcome.status is PageStatus.OK and not outcome.checked]
