@@ -164,7 +164,9 @@ class Builder:
             near = did_you_mean(inner.source, spell)
         else:
             near = did_you_mean(key, names)
-        if elsewhere and not near:
+        if key in elsewhere:  # the same word at the top: not what a misspelt one of this section would be
+            near = f"; {key!r} is there for the whole configuration, not here"
+        elif elsewhere and not near:
             near = f"; did you mean {elsewhere[0]!r}?"
         return ConfigError(f"{_where(inner, (*path, key))}: expected one of {', '.join(names)}, got {shown(key)}{near}")
 

@@ -12,7 +12,8 @@ import yaml
 from kvtransfer.config import Config, Resolved, as_mapping, resolve
 from kvtransfer.config_check import masked
 from kvtransfer.config_fields import DTYPE_ALIASES, DTYPE_BYTES
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.config_tiers import SharedOptions
+from kvtransfer.kernels.errors import ConfigError, LayoutError
 
 if TYPE_CHECKING:
     from kvtransfer.config_pages import TierPages
@@ -61,12 +62,32 @@ class Geometry:
         heads = max(1, self.kv_heads // self.tp)
         return KVSpec.attention(self.layers, self.page_size, heads, self.head_dim, DTYPE_BYTES[dtype])
 
+    def require_groups(self, config: Config) -> None:
+        """Raise ConfigError where ``share_across_tp``, of a tier or of all, does not fit the heads and ranks."""
+        from kvtransfer.kernels.spec import KVSpec  # noqa: PLC0415
+        from kvtransfer.tiers.head_groups import HeadGroups  # noqa: PLC0415
+
+        if self.kv_heads is None or self.head_dim is None:
+            return  # a latent has no heads: every rank holds all of it
+        model = KVSpec.attention(1, self.page_size, self.kv_heads, self.head_dim, 1)
+        for name, options in config.lower_tiers.items():
+            wanted = options.shared_by or (config.share_across_tp if isinstance(options, SharedOptions) else None)
+            if wanted is not None:
+                try:
+                    HeadGroups(model, share_across_tp=wanted, tp_size=self.tp, tp_rank=0)
+                except (ConfigError, LayoutError) as error:
+                    raise ConfigError(f"tiers.{name}: share_across_tp: {error}") from error
+
 
 def check_file(file: Path | None, geometry: Geometry) -> None:
     """Print the resolved configuration, who gave each value, and the pages of each tier. What disagrees on stderr."""
     resolved = resolve(file)
     for text in resolved.warnings:
         print(f"warning: {text}", file=sys.stderr)
+    try:
+        resolved.config.namespace.salt_bytes()
+    except ConfigError as error:  # it may be there on the machine that serves
+        print(f"warning: {error}; here a cache would not start", file=sys.stderr)
     for line in table(resolved):
         print(line)
     if geometry.given:
@@ -78,6 +99,7 @@ def check_file(file: Path | None, geometry: Geometry) -> None:
         print(f"\none page of {spec.page_size} tokens: {spec.page_bytes:,} bytes, {whole:,} in a tier; per rank:")
         for line in pages_table(pages):
             print(line)
+        geometry.require_groups(resolved.config)
     else:
         print("\nfor the pages of each tier give --layers and --kv-heads with --head-dim, or --latent-dim")
 

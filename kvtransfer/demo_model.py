@@ -44,7 +44,8 @@ def pick_device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
         if index >= count:
-            raise ConfigError(f"device: expected one of the {count} GPUs that PyTorch sees, got {name!r}")
+            seen = f"one of the {count} GPUs that PyTorch sees" if count else "cpu, since PyTorch sees no GPU"
+            raise ConfigError(f"device: expected {seen}, got {name!r}")
         device = torch.device("cuda", index)
     return device
 

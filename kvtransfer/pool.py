@@ -85,11 +85,15 @@ class KVPool:
         streams: Sequence[Stream] | None = None,
         name: str = "pool",
     ) -> KVPool:
-        """A pool over new zeroed memory: a ready layout by name (with ``spec`` and ``num_pages``), or a Layout."""
+        """A pool over new zeroed memory: a ready layout by name (with ``spec`` and ``num_pages``), or a Layout.
+
+        Raises ConfigError for a device that PyTorch doesn't have here, LayoutError for a layout that isn't known.
+        """
         if isinstance(layout, str):
             if spec is None or num_pages is None:
                 raise LayoutError(f"layout {layout!r} by name: expected spec and num_pages as well")
             layout = Layout.named(layout, spec, num_pages)
+        _require_device(device)
         buffers = [torch.zeros(n, dtype=torch.uint8, device=device) for n in layout.buffer_bytes]
         if buffers[0].is_cuda:  # the zeros are enqueued on a stream that need not be declared
             torch.cuda.current_stream(buffers[0].device).synchronize()
@@ -188,3 +192,19 @@ class KVPool:
 
     def __repr__(self) -> str:
         return f"KVPool({self.name!r}, {self.layout.name}, {self.num_pages} pages on {self.device})"
+
+
+def _require_device(device: torch.device | str) -> None:
+    """Raise ConfigError for a device that PyTorch does not know, or does not have on this machine."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected one that PyTorch knows, such as cuda or cpu, got {device!r}") from error
+    if wanted.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if not count:
+        why = "none that PyTorch sees" if torch.version.cuda else "a PyTorch that is built without CUDA"
+        raise ConfigError(f"device: expected a GPU for {str(wanted)!r}, got {why}; device='cpu' works without one")
+    if wanted.index is not None and wanted.index >= count:
+        raise ConfigError(f"device: expected one of the {count} GPUs that PyTorch sees, got {str(wanted)!r}")

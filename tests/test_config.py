@@ -210,6 +210,10 @@ def test_every_variable_that_the_code_reads_is_known() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        (
+            "tiers: {disk: {paths: /a, cache_gb: 1, share_across_tp: 2}}",
+            "tiers.disk.share_across_tp: expected one of .*; 'share_across_tp' is there for the whole configuration",
+        ),
         ("host_cachegb: 1", "kv.yaml: host_cachegb: expected one of enabled, .* did you mean 'host_cache_gb'"),
         ("policy: lru", "kv.yaml: policy: .* did you mean 'eviction.policy'"),
         ("prefetch: {stp: timeout}", "kv.yaml: prefetch.stp: expected one of stop, .* did you mean 'stop'"),

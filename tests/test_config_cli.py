@@ -91,6 +91,35 @@ def test_bad_input_to_check(options: list[str], says: str, tmp_path: Path, capsy
     assert says in captured.err and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "tp", "says"),
+    [
+        ("share_across_tp: 6\ntiers: {redis: {url: 'redis://h'}}", 4, "tiers.redis: share_across_tp: layer 0, 'k': "),
+        ("tiers: {redis: {url: 'redis://h', share_across_tp: 2}}", 4, "take share_across_tp=4 or a multiple of it"),
+        ("tiers: {redis: {url: 'redis://h', share_across_tp: 8}}", 4, None),
+        ("share_across_tp: 3\ntiers: {memory: {cache_gb: 1}}", 4, None),  # of one process: not cut
+    ],
+)
+def test_check_says_whether_head_groups_fit(
+    text: str, tp: int, says: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kv.yaml").write_text(f"{text}\n")
+    options = [*MODEL, "--tp", str(tp)]
+    assert exit_code("config", "check", str(tmp_path / "kv.yaml"), *options) == (0 if says is None else 2)
+    told = capsys.readouterr().err
+    assert told == "" if says is None else says in told
+
+
+def test_check_warns_of_a_salt_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kv.yaml").write_text(f"namespace: {{salt_file: {tmp_path}/salt}}")
+    assert exit_code("config", "check", str(tmp_path / "kv.yaml")) == 0
+    assert "warning: namespace.salt_file: expected a readable file" in capsys.readouterr().err
+    (tmp_path / "salt").write_text("s4lt")
+    assert exit_code("config", "check", str(tmp_path / "kv.yaml")) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "" and "s4lt" not in captured.out
+
+
 def test_a_wrong_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "kv.yaml").write_text("hostcache_gb: 1")
     assert exit_code("config", "check", str(tmp_path / "kv.yaml")) == 2

@@ -384,6 +384,12 @@ def test_a_smaller_capacity_next_time_deletes_slabs_and_keeps_what_was_used(tmp_
                    if n.startswith("slab")) <= 3 * TINY_RECORD  # fmt: skip
 
 
+def test_a_path_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file.*: expected a folder, there or to be made, got .*; take another path"):
+        make(tmp_path / "file")
+
+
 def test_bad_settings_are_refused_before_anything_is_touched(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"pages": None}, ConfigError, "either capacity_bytes or capacity_pages"),

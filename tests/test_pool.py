@@ -75,6 +75,17 @@ def test_pools_by_name_need_a_spec_and_a_size() -> None:
     assert repr(pool) == "KVPool('pool', page_first, 4 pages on cpu)"
 
 
+def test_a_device_that_is_not_there_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"device: expected one that PyTorch knows, .* got 'gpu'"):
+        KVPool.allocate("page_first", spec=TINY, num_pages=3, device="gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"expected a GPU for 'cuda:1', got .*; device='cpu' works without one"):
+        KVPool.allocate("page_first", spec=TINY, num_pages=3, device="cuda:1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="expected one of the 2 GPUs that PyTorch sees, got 'cuda:2'"):
+        KVPool.allocate("page_first", spec=TINY, num_pages=3, device=torch.device("cuda", 2))
+
+
 def test_buffers_that_do_not_fit_the_layout_are_refused() -> None:
     layout = Layout.named("sglang.layer_first", TINY, 4)
     buffers = [torch.zeros(n, dtype=torch.uint8) for n in layout.buffer_bytes]

@@ -114,10 +114,17 @@ def claim_folders(
     """Make the folders if need be, lock them, and bring each meta.json up to date.
 
     ``wanted`` holds slots_per_file (what an earlier run chose stays), capacity_bytes and owners.
-    Raises OwnershipError if another process owns one, ConfigError if one belongs to something else.
+    Raises OwnershipError if another process owns one, ConfigError if one can't be made
+    or belongs to something else.
     """
     for folder in folders:
-        storage.make_folder(folder)
+        try:
+            storage.make_folder(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"{folder}: expected a folder, there or to be made, got {error}; take another path, or give this user "
+                "the right to write there"
+            ) from error
         storage.lock(os.path.join(folder, LOCK), f"process {os.getpid()} on {os.uname().nodename}\n")
     found = [read_meta(storage, folder) for folder in folders]
     known = next((meta for meta in found if meta is not None), None)

@@ -77,7 +77,9 @@ class RedisTier(WorkerTier):
                 retry=Retry(NoBackoff(), 0),  # `health` decides what happens after a failure
             )
         except ValueError as error:
-            raise ConfigError(f"{name}: url: {error}") from error
+            raise ConfigError(
+                f"{name}: url: expected redis://host:port/db, rediss:// or unix://, got: {error}"
+            ) from error
         self._client = redis.Redis(connection_pool=self._pool)
         self._prefix = prefix.encode() + b":"
         self._options = [b"NX"] if ttl_s is None else [b"NX", b"PX", b"%d" % max(1, round(ttl_s * 1000))]
