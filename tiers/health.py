@@ -1,11 +1,13 @@
 """Health: whether a store answers, and the thread that finds out when it does again.
 
 A store that fails or stalls costs one time-out. From then on it is *down*: its tier answers at once that it is
-unavailable, and a thread probes the store with growing pauses until it answers.
+unavailable, and a thread probes the store with growing pauses until it answers. Both are logged: a wrong port would go
+unseen otherwise, since a tier that is down costs speed alone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import time
@@ -14,6 +16,8 @@ from contextlib import contextmanager
 
 from kvtransfer.kernels.errors import TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
+
+logger = logging.getLogger(__name__)
 
 
 class Health:
@@ -103,6 +107,7 @@ class Health:
             self._times_down += 1
             cause = self._cause
             self._changed.notify_all()
+        logger.warning("kvtransfer: %s is down, tried again in the background: %s", self._name, error)
         self._observer.noted("tier.down", name=self._name, cause=str(error))
         self._went_down(cause)
 
@@ -181,6 +186,7 @@ class Health:
             with self._changed:
                 self._cause = None
                 self._changed.notify_all()
+            logger.info("kvtransfer: %s answers", self._name)
             self._observer.noted("tier.up", name=self._name)
 
     def _wait_stall(self) -> bool:
