@@ -357,16 +357,21 @@ class Rig:
 
     # --- the whole
 
+    def at_rest(self) -> bool:
+        """Whether nothing is under way, in the directory's books and in the cache's, which end behind those."""
+        cache = self.cache
+        return self.directory.idle and not (cache._active or cache._sent or cache._fetching)
+
     def settle(self) -> None:
         """Until nothing is under way."""
-        until(lambda: self.directory.idle, "nothing under way")
+        until(self.at_rest, "nothing under way")
 
     def release(self, tier: str) -> None:
         """Let stalled calls of a tier go on, until nothing is under way."""
 
         def idle() -> bool:
             self.do("release", tier)
-            return self.directory.idle
+            return self.at_rest()
 
         until(idle, "nothing under way")
 
@@ -377,7 +382,7 @@ class Rig:
             self.do("let_go")
             for name in self.recipe.lower:
                 self.do("release", name)
-            return self.directory.idle and not self.cache._active
+            return self.at_rest()
 
         until(idle, "nothing under way")
 
