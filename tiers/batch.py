@@ -14,6 +14,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
@@ -27,8 +28,8 @@ Verb = Literal["lookup", "get", "put", "remove", "pin", "prefetch", "write_back"
 class BatchOwner(Protocol):
     """What a batch tells and asks the book it stands in."""
 
-    def own_thread(self) -> None:
-        """The calling thread works for the tier."""
+    def as_own_thread(self) -> AbstractContextManager[None]:
+        """While the calling thread works for the tier."""
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread works for the tier."""
@@ -140,9 +141,9 @@ class Batch(TierHandle):
 
     # --- for the tier
 
-    def on_own_thread(self) -> None:
-        """The calling thread is one that batches are ended on: it may not wait for one in a callback."""
-        self._book.own_thread()
+    def on_own_thread(self) -> AbstractContextManager[None]:
+        """While the calling thread may end this batch: it may not wait for one of the tier's in a callback."""
+        return self._book.as_own_thread()
 
     @property
     def stopping(self) -> bool:

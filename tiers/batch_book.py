@@ -60,7 +60,7 @@ class BatchBook:
         self._open: dict[int, Batch] = {}  # by id, in the order of the calls
         self._counters: Counter[str] = Counter()
         self._closing = False
-        self._own_threads: set[threading.Thread] = set()
+        self._own = threading.local()  # depth: above 0 on the tier's own threads
         self._deadlines = Deadlines(name, self.own_thread)
 
     def open(
@@ -135,28 +135,20 @@ class BatchBook:
 
     def own_thread(self) -> None:
         """The calling thread works for the tier: `Batch.result` refuses to wait on it for what is not done."""
-        me = threading.current_thread()
-        if me not in self._own_threads:
-            with self._changed:
-                self._own_threads.add(me)
+        self._own.depth = getattr(self._own, "depth", 0) + 1
 
     @contextmanager
     def as_own_thread(self) -> Iterator[None]:
-        """`own_thread` for a while: in a callback of a tier below, on a thread of its."""
-        me = threading.current_thread()
-        with self._changed:
-            fresh = me not in self._own_threads
-            self._own_threads.add(me)
+        """`own_thread` for a while: on a thread that is not the tier's, but ends batches now."""
+        self.own_thread()
         try:
             yield
         finally:
-            if fresh:
-                with self._changed:
-                    self._own_threads.discard(me)
+            self._own.depth -= 1
 
     def is_own_thread(self) -> bool:
         """Whether the calling thread called `own_thread`, or is the one that watches deadlines."""
-        return threading.current_thread() in self._own_threads
+        return getattr(self._own, "depth", 0) > 0
 
     def close(
         self, *, drain: bool = True, timeout_s: float | None = None, abort: Callable[[], object] | None = None

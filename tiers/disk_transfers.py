@@ -49,13 +49,21 @@ class BatchTransfer(Transfer):
         self._dropped = dropped
 
     def start(self, positions: list[int]) -> list[int]:
-        self.batch.on_own_thread()
         at_batch = {self.positions[at]: at for at in positions}
-        started = [at_batch[p] for p in self.batch.begin(at_batch)]
-        if len(started) < len(positions):
-            wanted = set(started)
-            self.leave([at for at in positions if at not in wanted])
+        with self.batch.on_own_thread():
+            started = [at_batch[p] for p in self.batch.begin(at_batch)]
+            if len(started) < len(positions):
+                wanted = set(started)
+                self.leave([at for at in positions if at not in wanted])
         return started
+
+    def finish(self, positions: list[int], errors: list[int]) -> None:
+        with self.batch.on_own_thread():
+            self.moved(positions, errors)
+
+    def moved(self, positions: list[int], errors: list[int]) -> None:
+        """`finish`, by each subclass."""
+        raise NotImplementedError
 
     def leave(self, positions: list[int]) -> None:
         """These will not be moved: cancelled, or too late."""
@@ -98,7 +106,7 @@ class ReadTransfer(BatchTransfer):
         self._verifier = verifier
         self._ended = ended
 
-    def finish(self, positions: list[int], errors: list[int]) -> None:
+    def moved(self, positions: list[int], errors: list[int]) -> None:
         came = [at for at, code in zip(positions, errors, strict=True) if not code] if any(errors) else positions
         records = list(zip(self.keys_of(came), [self.buffers[at] for at in came], strict=True))
         wrong = self._verifier.whole(records, self.parts.only(came))
@@ -150,7 +158,7 @@ class WriteTransfer(BatchTransfer):
         super().leave(positions)
         self._count(len(positions))
 
-    def finish(self, positions: list[int], errors: list[int]) -> None:
+    def moved(self, positions: list[int], errors: list[int]) -> None:
         failed = [(at, code) for at, code in zip(positions, errors, strict=True) if code]
         with self._lock:
             self._whole += [at for at, code in zip(positions, errors, strict=True) if not code]
