@@ -34,7 +34,7 @@ _WINDOW_PAGES, _WINDOW_BYTES = 64, 3 << 19
 # they come, and `stop` be asked.
 _BURST_PAGES, _BURST_BYTES, _BURST_NS = 128, 8 << 20, 50_000_000
 # Of SETs that are sent in one go, twice as much being under way: as many as are answered within some 50 ms.
-_LEAST_GROUP_BYTES, _MOST_GROUP_BYTES, _GROUP_S = 256 << 10, 4 << 20, 0.05
+_LEAST_GROUP_BYTES, _MOST_GROUP_BYTES, _GROUP_S = 256 << 10, 16 << 20, 0.05
 _REPLIES = 16  # of SETs that are waited for together
 
 
