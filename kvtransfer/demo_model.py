@@ -16,6 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from kvtransfer import model_file
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.native import cache_folder
+from kvtransfer.pool import require_device
 
 QUESTION = "\n\nQuestion: In one sentence, what is kept in a KV cache?\nAnswer:"
 
@@ -41,12 +42,8 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda":
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        index = device.index if device.index is not None else (torch.cuda.current_device() if count else 0)
-        if index >= count:
-            seen = f"one of the {count} GPUs that PyTorch sees" if count else "cpu, since PyTorch sees no GPU"
-            raise ConfigError(f"device: expected {seen}, got {name!r}")
-        device = torch.device("cuda", index)
+        require_device(device)
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     return device
 
 

@@ -380,7 +380,8 @@ class TransferEngine:
         """Slot ids, and page ids on the CPU or on the GPU; raises before anything has happened."""
         slot_ids = check.host_ids(slots, self.host.num_slots, "host slot", distinct=direction == "store")
         ready = self.host.ready_slots
-        if ready < self.host.num_slots and slot_ids.size and int(slot_ids.max()) >= ready:  # numpy gives the GIL away
+        # While all are ready nobody looks: `max` gives the GIL away.
+        if ready < self.host.num_slots and slot_ids.size and int(slot_ids.max()) >= ready:
             raise LayoutError(
                 f"host slot ids: expected slots that are ready, 0 to {ready - 1}, got {int(slot_ids.max())}"
             )

@@ -93,7 +93,7 @@ class KVPool:
             if spec is None or num_pages is None:
                 raise LayoutError(f"layout {layout!r} by name: expected spec and num_pages as well")
             layout = Layout.named(layout, spec, num_pages)
-        _require_device(device)
+        require_device(device)
         buffers = [torch.zeros(n, dtype=torch.uint8, device=device) for n in layout.buffer_bytes]
         if buffers[0].is_cuda:  # the zeros are enqueued on a stream that need not be declared
             torch.cuda.current_stream(buffers[0].device).synchronize()
@@ -194,7 +194,7 @@ class KVPool:
         return f"KVPool({self.name!r}, {self.layout.name}, {self.num_pages} pages on {self.device})"
 
 
-def _require_device(device: torch.device | str) -> None:
+def require_device(device: torch.device | str) -> None:
     """Raise ConfigError for a device that PyTorch does not know, or does not have on this machine."""
     try:
         wanted = torch.device(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ _CUT = RecordError("record: expected all of it, got a slab that ends before: it 
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
-class BatchTransfer(Transfer):
+class BatchTransfer(Transfer, ABC):
     """Some pages of a batch, each in a slot.
 
     positions, slots  of each record: its place in the batch, and on the disk
@@ -61,9 +62,9 @@ class BatchTransfer(Transfer):
         with self.batch.on_own_thread():
             self.moved(positions, errors)
 
+    @abstractmethod
     def moved(self, positions: list[int], errors: list[int]) -> None:
         """`finish`, by each subclass."""
-        raise NotImplementedError
 
     def leave(self, positions: list[int]) -> None:
         """These will not be moved: cancelled, or too late."""
