@@ -12,6 +12,8 @@ stores use this only when asked.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -86,13 +88,13 @@ def mapped_copy(
     dst_first: int = 0,
     status: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
-) -> None:
+) -> Any:
     """Launch on the current stream. Mutates the destination, ``flags`` int32 [layers of the box] (each grows by
-    ``ctas``), and ``digests`` where given. Ids, firsts, status and digests as in
+    ``ctas``), and ``digests`` where given. Ids, firsts, status, digests and what is returned as in
     `kvtransfer.kernels.relayout.relayout`. The plain-torch reference is `relayout_reference`.
     """
     spare = table.layer_rows
-    mapped_kernel[(ctas,)](
+    return mapped_kernel[(ctas,)](
         table.rows,
         table.layer_rows,
         table.num_layers,

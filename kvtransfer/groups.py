@@ -59,9 +59,9 @@ def _cut(num_layers: int, most: int, up: list[int], down: list[int]) -> list[tup
 
 
 @lru_cache(maxsize=64)
-def patterns(num_layers: int) -> tuple[Groups, ...]:
+def patterns(num_layers: int, *, lead: bool = False) -> tuple[Groups, ...]:
     """What `best_groups` tries: even groups, and ramps that grow by one layer or double, up, down and both, of several
-    sizes; fewest groups first."""
+    sizes; fewest groups first. ``lead``: also the same behind a first layer that goes alone."""
     found: dict[Groups, None] = {}
     for most in (*(n for n in _SIZES if n < num_layers), num_layers):
         for up, down in product((False, True), repeat=2):
@@ -71,6 +71,9 @@ def patterns(num_layers: int) -> tuple[Groups, ...]:
             for last in ([], doubled[::-1]):
                 if sum(first) + sum(last) <= num_layers:
                     found[tuple(_cut(num_layers, most, first, last))] = None
+    if lead and num_layers > 1:
+        for behind in patterns(num_layers - 1):
+            found[(0, 1), *((start + 1, stop + 1) for start, stop in behind)] = None
     return tuple(sorted(found, key=len))
 
 
@@ -89,18 +92,25 @@ def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, laye
     return arrived, done
 
 
-def best_groups(ends: Sequence[int], group_s: GroupSeconds, layer_times: Sequence[float], slot_bytes: int) -> Groups:
+def best_groups(
+    ends: Sequence[int],
+    group_s: GroupSeconds,
+    layer_times: Sequence[float],
+    slot_bytes: int,
+    *,
+    lead: bool = False,
+) -> Groups:
     """The pattern beside which a forward is through first; of those within `SLACK` the one of the fewest groups.
 
     ``layer_times`` are seconds that a layer may take. With several, the pattern is taken whose worst loss against the
     best of each is smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
-    again), except single layers.
+    again), except single layers. ``lead`` as in `patterns`.
     """
     seconds = cache(group_s)
 
     fitting = [
         p
-        for p in patterns(len(ends) - 1)
+        for p in patterns(len(ends) - 1, lead=lead)
         if all(stop - start == 1 or ends[stop] - ends[start] <= slot_bytes for start, stop in p)
     ]
     losses = [1.0] * len(fitting)

@@ -33,18 +33,19 @@ class Handed:
     slots: list[RingSlot]
     final: torch.cuda.Event
     chunks: int
+    lead: int  # of the chunks, from the first on: fetched by mapped launches
 
 
 def template_of(shop: Workshop, transfer: HostTransfer) -> Template:
     """The template of a transfer's plan; made at the first of its shape."""
     plan = transfer.plan
-    groups = None if plan.predicted is None else plan.predicted.groups
-    key = (plan.direction, plan.pages, groups)
+    groups, lead = (None, False) if plan.predicted is None else (plan.predicted.groups, plan.predicted.lead)
+    key = (plan.direction, plan.pages, groups, lead)
     template = shop.templates.get(key)
     if template is None or template.chunks != plan.chunks:
         if len(shop.templates) >= MOST_TEMPLATES:
             shop.templates.clear()
-        template = shop.templates[key] = Template(shop, transfer.load, plan.chunks)
+        template = shop.templates[key] = Template(shop, transfer.load, plan.chunks, lead=lead)
     return template
 
 
@@ -75,7 +76,7 @@ def hand_over(transfer: HostTransfer) -> bool:
         before = [(shop.lanes.streams[lane].cuda_stream, _handle(event)) for lane, event in waits[:MOST_WAITS]]
         job = bound.job(slots, final, transfer.any_order, before)
         transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
-        transfer.handed = Handed(job, slots, final, len(chunks))
+        transfer.handed = Handed(job, slots, final, len(chunks), bound.template.lead)
         transfer.handed_over = True
         submitter.give(job)
     except BaseException:
@@ -118,8 +119,10 @@ def take_back(transfer: HostTransfer) -> bool:
             transfer.shop.ring.give(slot, last)
     if whole:
         transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
-    for chunk in transfer.plan.chunks[: handle.chunks_submitted]:
-        for stage in ("copy", "scatter") if transfer.load else ("gather", "copy"):
+    for number, chunk in enumerate(transfer.plan.chunks[: handle.chunks_submitted]):
+        for stage in (
+            ("mapped",) if number < handed.lead else ("copy", "scatter") if transfer.load else ("gather", "copy")
+        ):
             transfer.tell(stage, chunk)
     return True
 
