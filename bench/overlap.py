@@ -1,8 +1,9 @@
 """Overlaps: how long a forward takes beside the load of its prefix, over the ideal of the same run.
 
-Each `Case` is timed in turn with what it is compared to: one large copy, the forward alone, then the forward with its
-load, for every case of a round and round by round. The clock of a GPU and the rate of its link drift within a run, so
-ratios are taken pair by pair, and the figure is their median.
+Each `Case` is timed in turn with what it is compared to: one large copy, the forward alone, another large copy, then the
+forward with its load, for every case of a round and round by round. The clock of a GPU and the rate of its link drift
+within a run, so ratios are taken pair by pair, and the figure is their median. Both forwards come behind a copy: straight
+behind another forward, one that fills the GPU finds it at a lower clock.
 """
 
 from __future__ import annotations
@@ -139,8 +140,8 @@ def rounds(
     repeats: int,
     longest_s: float,
 ) -> list[list[Round]]:
-    """Of each case, ``repeats`` rounds: large copy, forward alone, forward with its load. Fewer (but `FEWEST`) where
-    they would take longer than ``longest_s`` a case. The large copy is left alone by the busy thread."""
+    """Of each case, ``repeats`` rounds: large copy, forward alone, large copy, forward with its load. Fewer (but
+    `FEWEST`) where they would take longer than ``longest_s`` a case. Copies are left alone by the busy thread."""
     for case in cases:  # compiles what is left to compile
         timed(forward, case, x)
     out: list[list[Round]] = [[] for _ in cases]
@@ -149,11 +150,13 @@ def rounds(
         if done >= FEWEST and time.perf_counter() - started > longest_s * len(cases) * done / (done + 1):
             break
         for case, into in zip(cases, out, strict=True):
-            peak_gbps = limit.nbytes / limit.seconds("load") / 1e9
+            copies_s = limit.seconds("load")
             with busy_thread(busy):
                 alone_s = forward.seconds(lambda: forward(x))
+            copies_s += limit.seconds("load")
+            with busy_thread(busy):
                 total_s = timed(forward, case, x)
-            into.append(Round(peak_gbps, alone_s, total_s))
+            into.append(Round(2 * limit.nbytes / copies_s / 1e9, alone_s, total_s))
     return out
 
 

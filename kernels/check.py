@@ -52,7 +52,7 @@ def host_ids(ids: Any, limit: int, what: str, *, distinct: bool) -> Ids:
         return np.empty(0, dtype=np.int64)
     if raw.ndim != 1 or raw.dtype.kind not in "iu":
         raise LayoutError(f"{what} ids: expected one axis of integers, got shape {raw.shape} of {raw.dtype}")
-    plain = raw.dtype in (np.int32, np.int64) and raw.flags.c_contiguous
+    plain = raw.dtype.kind == "i" and raw.itemsize >= 4 and raw.dtype.isnative and raw.flags.c_contiguous
     out = (id_tools() if plain else NumpyIds()).checked(raw, limit, distinct=distinct)
     if out is not None:
         return out

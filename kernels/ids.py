@@ -20,6 +20,7 @@ from kvtransfer.kernels.native import build, once
 Ids = NDArray[np.int64]
 
 _NO_MEMORY = 3  # of kvt_ids
+_Counts = ctypes.c_uint64 * 3
 MOST_MARKED = 1 << 24  # ids that are marked in a bitmap of 2 MiB at most; beyond that numpy sorts
 
 
@@ -70,37 +71,37 @@ class NativeIds:
         if distinct and limit > MOST_MARKED:
             return NumpyIds().checked(raw, limit, distinct=True)
         raw, out = np.ascontiguousarray(raw), np.empty(raw.size, dtype=np.int64)
-        code = self._ids(raw.ctypes.data, raw.itemsize, raw.size, limit, distinct, out.ctypes.data)
+        code = self._ids(_address(raw), raw.itemsize, raw.size, limit, distinct, _address(out))
         if code == _NO_MEMORY:
             raise MemoryError(f"no room to mark {limit} ids")
         return None if code else out
 
     def runs(self, a: Ids, b: Ids | None, least: int) -> tuple[int, int, int]:
-        out = (ctypes.c_uint64 * 3)()
+        out = _Counts()
         a, b = _plain(a), None if b is None else _plain(b)
-        self._runs(a.ctypes.data, None if b is None else b.ctypes.data, a.size, least, out)
+        self._runs(_address(a), None if b is None else _address(b), a.size, least, out)
         return out[0], out[1], out[2]
 
     def most(self, table: Ids, ids: Ids) -> int:
         ids = self._places(ids, table.size)
-        return self._most(table.ctypes.data, ids.ctypes.data, ids.size)
+        return self._most(_address(table), _address(ids), ids.size)
 
     def mark(self, table: Ids, ids: Ids, value: int) -> None:
         ids = self._places(ids, table.size)
-        self._mark(table.ctypes.data, ids.ctypes.data, ids.size, value)
+        self._mark(_address(table), _address(ids), ids.size, value)
 
     def all_set(self, flags: NDArray[np.bool_], ids: Ids) -> bool:
         ids = self._places(ids, flags.size)
-        return bool(self._all_set(flags.ctypes.data, ids.ctypes.data, ids.size))
+        return bool(self._all_set(_address(flags), _address(ids), ids.size))
 
     def copy(self, to: Ids, ids: Ids) -> None:
         ids = _plain(ids)
-        self._copy(to.ctypes.data, ids.ctypes.data, ids.size)
+        self._copy(_address(to), _address(ids), ids.size)
 
     def _places(self, ids: Ids, size: int | None = None) -> Ids:
         """``ids`` as C reads them, each within a table of ``size``: IndexError otherwise, as numpy says."""
         ids = _plain(ids)
-        if size is not None and not self._within(ids.ctypes.data, ids.size, size):
+        if size is not None and not self._within(_address(ids), ids.size, size):
             raise IndexError(f"expected ids of 0 to {size - 1}, got {int(ids.min())} to {int(ids.max())}")
         return ids
 
@@ -136,6 +137,14 @@ class NumpyIds:
 
     def copy(self, to: Ids, ids: Ids) -> None:
         to[: ids.size] = ids
+
+
+def _address(array: NDArray[Any]) -> int:
+    """Of its first element. A quarter of the time that `array.ctypes` takes, which a call asks for a dozen times."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # it may not be written, or holds nothing
+        return int(array.ctypes.data)
 
 
 def _plain(ids: Ids) -> Ids:

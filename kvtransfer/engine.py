@@ -449,8 +449,9 @@ class TransferEngine:
         if not self._shop.on_gpu:
             return [s.record() for s in streams if isinstance(s, FifoStream)], None
         current = torch.cuda.current_stream(self.pool.device.index)
+        asked = {s.cuda_stream: s for s in (current, *streams) if isinstance(s, torch.cuda.Stream)}
         with torch.cuda.device(self.pool.device):
-            if any(is_capturing(s) for s in (current, *streams) if isinstance(s, torch.cuda.Stream)):
+            if any(map(is_capturing, asked.values())):
                 raise TransferError(
                     "load and store can't be captured into a CUDA graph: call them before the capture or the replay"
                 )

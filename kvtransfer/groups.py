@@ -18,7 +18,7 @@ MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a f
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 Groups = tuple[tuple[int, int], ...]
-SLACK = 0.01  # fewer groups are worth so much: each holds the GIL for a dozen driver calls
+SLACK = 0.008  # fewer groups are worth so much: a slower CPU writes fewer descriptors in time
 
 
 class GroupTimes(NamedTuple):

@@ -346,8 +346,11 @@ class TransferHandle:
         self, job: Job, await_chunks: Callable[[Job, int], None], chunks: list[tuple[Chunk, Event]]
     ) -> None:
         """Chunks are about to be submitted without Python: ``job`` says how many of them have been, and their events
-        are recorded in that order. ``await_chunks`` holds its caller until it is so many."""
+        are recorded in that order. ``await_chunks`` holds its caller until it is so many. Told again of the same job it
+        does nothing."""
         with self._changed:
+            if self._script is not None:
+                return
             self._script = _Running(job, await_chunks, chunks)
             self._begun += [chunk for chunk, _ in chunks]
             if self.plan.layerwise and self._pool.device.type == "cuda":

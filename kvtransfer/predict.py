@@ -8,6 +8,7 @@ alone is worked out once for each engine and direction (`Terrain`).
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
 GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
+FIRST_S = 0.15e-3  # which the first 32 MiB take longer: the copy engine waits for the next few descriptors (H200)
 # What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. What 21 loads took
 # beside forwards on an H200, in six patterns and four sizes, fits 1.4 to 2.0 us where one alone took 1.4.
 BESIDE_LAUNCHES_US = 0.4
@@ -36,8 +38,8 @@ PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
 # While its load runs a forward is launched more slowly than alone (H200: its kernels take the same time, the thread
-# that launches them 5 to 25 % more). Groups are cut for both.
-SLOWED = 1.1
+# that launches them up to 25 % more). Groups are cut for both.
+SLOWED = 1.2
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -213,14 +215,14 @@ class Terrain:
         """Layer groups of a layer-wise load of about so many pages beside layers that take about ``compute_s`` each.
 
         On the CPU, where groups gain nothing, always the usual ones: the logic above them is tested there.
-        Worked out once for each power of two of pages (and of the square root of two of seconds), then remembered.
+        Worked out once for each power of two of pages (and of the fourth root of two of seconds), then remembered.
         """
         if self.fixed_groups:
             return self.fixed_groups
         if not self.on_gpu:
             return tuple(layer_groups(self.spec.num_layers))
         about = 1 << max(0, pages - 1).bit_length()
-        near = None if compute_s is None else 2.0 ** (round(2 * np.log2(compute_s)) / 2)
+        near = None if compute_s is None else 2.0 ** (round(4 * math.log2(compute_s)) / 4)
         if (about, near) not in self._groups:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
             times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near, SLOWED * near]
@@ -248,12 +250,11 @@ class Terrain:
         factor = self.profile.mapped_factor(self.way, self.budget.ctas)
         layers = self.spec.num_layers
         link = sum(self.link_s("mapped", unit, pages * n / layers, factor) for unit, n in self.units)
-        return link + self.profile.cpu.launch_us * 1e-6
+        return link + SCRIPTED_LAUNCH_US * 1e-6
 
     def _group_s(self, page_bytes: int, pages: int, first: bool) -> GroupTimes:
         if first and page_bytes == self.layer_ends[1] and self.leads(pages):
-            lead = self._lead_s(pages)
-            return GroupTimes(SCRIPTED_LAUNCH_US * 1e-6, lead, 0.0, 0.0)
+            return GroupTimes(SCRIPTED_LAUNCH_US * 1e-6, self._lead_s(pages), 0.0, 0.0)
         return self._staged_group_s(page_bytes, pages, first)
 
     def _staged_group_s(self, page_bytes: int, pages: int, first: bool) -> GroupTimes:
@@ -267,7 +268,7 @@ class Terrain:
         last = min(total, self.slot_bytes)
         return GroupTimes(
             GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
-            copy,
+            copy + (FIRST_S * last / self.slot_bytes if first else 0.0),
             copy * last / total,
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
         )

@@ -75,12 +75,13 @@ def hand_over(transfer: HostTransfer) -> bool:
             shop.lanes.wait(lane, event)
         before = [(shop.lanes.streams[lane].cuda_stream, _handle(event)) for lane, event in waits[:MOST_WAITS]]
         job = bound.job(slots, final, transfer.any_order, before)
-        transfer.handle.script_started(job, submitter.await_chunks, list(zip(chunks, bound.events, strict=True)))
         transfer.handed = Handed(job, slots, final, len(chunks), bound.template.lead)
         transfer.handed_over = True
-        submitter.give(job)
+        submitter.give(job)  # first of all: the link is idle
+        transfer.handle.script_started(job, submitter.await_chunks, bound.chunks)
     except BaseException:
         if transfer.handed is not None and transfer.handed.job.given:  # a KeyboardInterrupt behind it: it is under way
+            transfer.handle.script_started(transfer.handed.job, submitter.await_chunks, bound.chunks)
             transfer.handed.job.stop()
             raise
         transfer.handed, transfer.handed_over = None, False

@@ -29,9 +29,8 @@ class RingSlot:
     free: Event | None = None
     taken: bool = False
 
-    @property
-    def address(self) -> int:
-        return self.memory.data_ptr()
+    def __post_init__(self) -> None:
+        self.address = self.memory.data_ptr()
 
 
 class StagingRing:

@@ -36,6 +36,17 @@ _MADE, _QUEUED, _RUNNING, _ENDED = range(4)
 LONGEST_LOOK_NS = 5_000_000  # without the GIL, before a waiter looks again whether its transfer failed
 
 
+class _Job(ctypes.Structure):
+    """job_t of submitter.c, and behind it the two words that it points to."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("commands", "count", "progress", "stop", "state", "code", "failed_at")),
+        ("next", ctypes.c_void_p),
+        ("chunks_submitted", ctypes.c_uint32),
+        ("stopped", ctypes.c_uint32),
+    )
+
+
 class Job:
     """Commands for the worker; ``keep`` is what they point to. Nothing of it may change until it has ended.
 
@@ -48,38 +59,33 @@ class Job:
     def __init__(self, commands: U64, keep: object) -> None:
         self.commands = np.ascontiguousarray(commands, dtype=np.uint64)
         self.keep = keep
-        self._flags = np.zeros(2, dtype=np.uint32)  # progress, stop
-        progress = self._flags.ctypes.data
-        self._job = np.array(
-            [self.commands.ctypes.data, len(self.commands), progress, progress + 4, _MADE, 0, 0, 0], dtype=np.uint64
-        )
-
-    @property
-    def address(self) -> int:
-        return int(self._job.ctypes.data)
+        self._job = _Job(self.commands.ctypes.data, len(self.commands))  # _MADE is 0
+        self.address = ctypes.addressof(self._job)
+        self._job.progress = self.address + _Job.chunks_submitted.offset
+        self._job.stop = self.address + _Job.stopped.offset
 
     @property
     def chunks_submitted(self) -> int:
         """Chunks of which everything has been enqueued, their events recorded. Read it from any thread."""
-        return int(self._flags[0])
+        return int(self._job.chunks_submitted)
 
     def stop(self) -> None:
         """Let nothing be submitted after the chunk under way."""
-        self._flags[1] = 1
+        self._job.stopped = 1
 
     @property
     def given(self) -> bool:
         """Whether the worker has it, or has had it."""
-        return int(self._job[4]) != _MADE
+        return int(self._job.state) != _MADE
 
     @property
     def ended(self) -> bool:
         """Whether the worker is done with it."""
-        return int(self._job[4]) == _ENDED
+        return int(self._job.state) == _ENDED
 
     def error(self) -> CudaError | None:
         """After the end: the driver's error that ended it, if one did."""
-        code, at = int(self._job[5]), int(self._job[6])
+        code, at = int(self._job.code), int(self._job.failed_at)
         if not code:
             return None
         name = COMMAND_NAMES[int(self.commands[at, 0])] if at < len(self.commands) else "start"

@@ -21,7 +21,7 @@ from kvtransfer.kernels.coalesce import Box, Geometry
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.relayout import tile_constants
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.lanes import CudaLanes, lanes_of
+from kvtransfer.lanes import CudaLanes, Event, lanes_of
 from kvtransfer.plan import Chunk
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import (
@@ -209,6 +209,7 @@ class Bound:
         self.template = template
         chunks = len(template.chunks)
         self.events = desk.events(chunks)
+        self.chunks: list[tuple[Chunk, Event]] = list(zip(template.chunks, self.events, strict=True))
         self.pages, self.values = template.pages.copy(), template.values.copy()
         done = np.array([e.cuda_event for e in self.events], dtype=np.uint64)
         self.pages[:, _COLUMN["ids"]] = desk.slots.ctypes.data
@@ -234,8 +235,9 @@ class Bound:
         self.commands[CHUNKS_AHEAD:, _PACE, _EVENT] = done[: max(0, chunks - CHUNKS_AHEAD)]
         if 0 < lead < chunks:  # the copies behind a lead would take half of the link from it
             self.commands[lead, _PACE, : _EVENT + 1] = WAIT, template.copy, done[lead - 1]
-        self._done = done[lead:]
-        self._turn = rows[lead:] - lead
+        self._done, self._turn = done[lead:], rows[lead:] - lead
+        self._held = 0  # ring slots of the last job
+        self._rings: dict[tuple[int, ...], U64] = {}  # of each chunk behind the lead, by the slots that a job holds
         start: list[list[int]] = [[COPY, template.kernel, desk.ids_there.data_ptr(), desk.ids.ctypes.data, 8 * pages]]
         if lead:
             start.append([COPY, template.kernel, desk.slots_there.data_ptr(), desk.slots.ctypes.data, 8 * pages])
@@ -265,23 +267,30 @@ class Bound:
         """
         held, lead = len(slots), self.template.lead
         chunks = len(self.events) - lead
-        ring = np.array([s.address for s in slots], dtype=np.uint64)[self._turn % held]
-        self.pages[lead:, _COLUMN["ring"]] = self.values[lead:, self.shift] = ring
+        self.pages[lead:, _COLUMN["ring"]] = self.values[lead:, self.shift] = self._ring(slots)
         self.pages[:, _COLUMN["any_order"]] = any_order
         free = self.commands[lead:, _SLOT]
-        free[held:, _EVENT] = self._done[: max(0, chunks - held)]
-        free[:, 0] = WAIT
-        for i, slot in enumerate(slots[:chunks]):
+        if held != self._held:
+            self._held = held
+            free[:, 0], free[held:, _EVENT] = WAIT, self._done[: max(0, chunks - held)]
+        for row, slot in zip(free, slots, strict=False):  # there may be fewer chunks
             if slot.free is None:
-                free[i, 0] = NONE
+                row[0] = NONE
             else:
                 assert isinstance(slot.free, torch.cuda.Event)
-                free[i, _EVENT] = slot.free.cuda_event
+                row[0], row[_EVENT] = WAIT, slot.free.cuda_event
         self._final[_EVENT] = final.cuda_event
         self.all[:MOST_WAITS, 0] = NONE
         for at, (stream, event) in enumerate(waits):
             self.all[at, : _EVENT + 1] = WAIT, stream, event
         return Job(self.all, (self, slots, final))
+
+    def _ring(self, slots: Sequence[RingSlot]) -> U64:
+        """Where in the ring each chunk behind the lead lies."""
+        addresses = tuple(s.address for s in slots)
+        if addresses not in self._rings:
+            self._rings[addresses] = np.array(addresses, dtype=np.uint64)[self._turn % len(slots)]
+        return self._rings[addresses]
 
 
 def _pieces(geometry: Geometry, load: bool) -> tuple[U64, int, int]:

@@ -151,7 +151,7 @@ def test_large_copy_forward_and_load_take_turns(busy: bool) -> None:
     fake: Any = FakeForward(said)
     got = rounds(fake, torch.ones(1), cases, limit, busy, 2, 60.0)
     beside = ", busy" * busy
-    turns = [w for c in "ab" for w in ("load", f"forward{beside}", f"{c}{beside}", f"end of {c}")]
+    turns = [w for c in "ab" for w in ("load", f"forward{beside}", "load", f"{c}{beside}", f"end of {c}")]
     assert said == ["a", "end of a", "b", "end of b", *turns, *turns], "the first round warms up"
     assert [len(r) for r in got] == [2, 2] and got[0][0].peak_gbps == 2.0
     said.clear()
