@@ -1,9 +1,9 @@
 """Overlaps: how long a forward takes beside the load of its prefix, over the ideal of the same run.
 
-Each `Case` is timed in turn with what it is compared to: one large copy, the forward alone, another large copy, then the
-forward with its load, for every case of a round and round by round. The clock of a GPU and the rate of its link drift
-within a run, so ratios are taken pair by pair, and the figure is their median. Both forwards come behind a copy: straight
-behind another forward, one that fills the GPU finds it at a lower clock.
+Each `Case` is timed in turn with what it is compared to: one large copy, the forward alone, another large copy, then
+the forward with its load, for every case of a round and round by round. The clock of a GPU and the rate of its link
+drift within a run, so ratios are taken pair by pair, and the figure is their median. Both forwards come behind a copy:
+straight behind another forward, one that fills the GPU finds it at a lower clock.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a f
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 Groups = tuple[tuple[int, int], ...]
-SLACK = 0.008  # fewer groups are worth so much: a slower CPU writes fewer descriptors in time
+WORTH = 0.0015  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
 
 
 class GroupTimes(NamedTuple):
@@ -100,7 +100,7 @@ def best_groups(
     *,
     lead: bool = False,
 ) -> Groups:
-    """The pattern beside which a forward is through first; of those within `SLACK` the one of the fewest groups.
+    """The pattern beside which a forward is through first, where each group has to be `WORTH` it.
 
     ``layer_times`` are seconds that a layer may take. With several, the pattern is taken whose worst loss against the
     best of each is smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
@@ -118,5 +118,4 @@ def best_groups(
         times = [layers_done(p, ends, seconds, layer_s)[1] for p in fitting]
         best = min(times)
         losses = [max(loss, t / best) for loss, t in zip(losses, times, strict=True)]
-    limit = min(losses) * (1 + SLACK)
-    return next(p for p, loss in zip(fitting, losses, strict=True) if loss <= limit)
+    return min(zip(fitting, losses, strict=True), key=lambda found: found[1] + WORTH * len(found[0]))[0]
