@@ -18,7 +18,7 @@ MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a f
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 Groups = tuple[tuple[int, int], ...]
-WORTH = 0.0015  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
+WORTH = 0.004  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
 
 
 class GroupTimes(NamedTuple):

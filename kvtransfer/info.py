@@ -23,6 +23,8 @@ PACKAGES = (
 )
 SLOW_SHARE = 0.75  # of the link's theoretical rate; measured copies reach 85-90 %
 LITTLE_MEMORY_BYTES = 4 << 30
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"  # of the driver, read when CUDA starts
+MOST_QUEUES = 4  # with which copies were not slowed (H200)
 
 
 @dataclass
@@ -71,6 +73,25 @@ def _gpus(report: Report, folder: Path | None) -> None:
         else:
             report.lines += gpu_lines(index, gpu, _counters(index), report.slow, os.sched_getaffinity(0))
         report.lines += link_lines(load_profile(index, folder=folder), report.slow)
+    report.lines.append(queue_line(os.environ.get(QUEUES), report.slow))
+
+
+def queue_line(value: str | None, slow: list[str]) -> str:
+    """How many hardware queues the driver spreads streams over, by the ``value`` of `QUEUES`; what that makes slow goes
+    to ``slow``. Measured on an H200 (docs/performance.md, "Hardware queues")."""
+    count = int(value) if value is not None and value.isdecimal() else None
+    if count == 1:
+        slow.append(
+            f"{QUEUES}=1: relayouts wait in one queue with the model's kernels, and a transfer beside a GEMM takes "
+            "three times as long (H200); 2 to 4 are best"
+        )
+    elif count is None or count > MOST_QUEUES:
+        slow.append(
+            f"{QUEUES} is {'not set (8)' if value is None else value}: where relayouts and the model's kernels get "
+            "into different groups of hardware queues, copies beside the model take 6 % longer (H200); start the "
+            f"process with {QUEUES}=4"
+        )
+    return f"{QUEUES}: {'not set' if value is None else value}"
 
 
 def _counters(index: int) -> PcieCounters:

@@ -268,7 +268,7 @@ class Terrain:
         last = min(total, self.slot_bytes)
         return GroupTimes(
             GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
-            copy + (FIRST_S * last / self.slot_bytes if first else 0.0),
+            copy + (FIRST_S * last / max(1, self.slot_bytes) if first else 0.0),
             copy * last / total,
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
         )

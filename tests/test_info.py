@@ -11,7 +11,7 @@ from msgspec.structs import replace as replace_struct
 
 from kvtransfer import info as info_module
 from kvtransfer.device_info import DeviceInfo, PcieCounters
-from kvtransfer.info import gpu_lines, link_lines, machine_report, memory_lines, trained_lower
+from kvtransfer.info import gpu_lines, link_lines, machine_report, memory_lines, queue_line, trained_lower
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.link import load_profile, shipped_profile
 from kvtransfer.tiers.sizing import Budget, MemoryLimits
@@ -67,6 +67,24 @@ def test_a_process_far_from_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     slow.clear()
     list(gpu_lines(0, GPU, SILENT, slow, {1, 2}))
     assert not slow
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, "CUDA_DEVICE_MAX_CONNECTIONS is not set (8)"),
+        ("32", "CUDA_DEVICE_MAX_CONNECTIONS is 32"),
+        ("1", "CUDA_DEVICE_MAX_CONNECTIONS=1: relayouts wait in one queue"),
+        ("many", "CUDA_DEVICE_MAX_CONNECTIONS is many"),
+        ("2", ""),
+        ("4", ""),
+    ],
+)
+def test_hardware_queues(value: str | None, says: str) -> None:
+    slow: list[str] = []
+    line = queue_line(value, slow)
+    assert line == f"CUDA_DEVICE_MAX_CONNECTIONS: {value or 'not set'}"
+    assert len(slow) == bool(says) and all(says in why for why in slow)
 
 
 def test_cpus_of_a_node(tmp_path: Path) -> None:
