@@ -178,11 +178,13 @@ def test_a_job_stops_at_the_deadline_also_where_a_waiter_saw_it_first(
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("direction", ["load", "store"])
+@pytest.mark.parametrize(("direction", "lead"), [("load", False), ("store", False), ("load", True)])
 def test_errors_and_cancels_at_any_command_leave_what_the_states_say(
-    direction: str, seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+    direction: str, lead: bool, seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=seed, pages=64, slots=64)
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=seed, lead=lead, pages=64, slots=64
+    )
     rng = np.random.default_rng([seed, direction == "load"])
     ends = {"ok": 0, "not": 0}
     for _ in range(8):
@@ -193,7 +195,10 @@ def test_errors_and_cancels_at_any_command_leave_what_the_states_say(
         stop = bool(rng.random() < 0.3)
         if not stop:
             gpu.refuse = refuse_at(int(rng.integers(0, 3 + 9 * n)))
-        handle = rig.engine.load(slots, pages) if direction == "load" else rig.engine.store(pages, slots)
+        if direction == "load":
+            handle = rig.engine.load(slots, pages, layerwise=lead)
+        else:
+            handle = rig.engine.store(pages, slots)
         if stop:
             time.sleep(rng.random() * 0.005)
             handle.cancel()
@@ -294,13 +299,15 @@ def test_no_copy_spans_two_registrations_and_neighbours_merge_else(
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("lead", [False, True])
 def test_chains_of_transfers_over_the_same_pages_end_as_if_they_ran_in_order(
-    seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
+    lead: bool, seed: int, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     """Loads, stores and layer-wise stores over few pages and slots, some cancelled late; the last bytes are exact."""
     rig, gpu = scripted_rig(
-        monkeypatch, folder, "sglang.layer_first", TINY, ring_of(4), seed=seed, pages=12, slots=12, verify=False
-    )
+        monkeypatch, folder, "sglang.layer_first", TINY, ring_of(4), seed=seed, lead=lead, pages=12, slots=12,
+        verify=False,
+    )  # fmt: skip
     rng = np.random.default_rng()
     for _ in range(12):
         pages, slots = rig.side.pages(range(12)), rig.slots(range(12))
