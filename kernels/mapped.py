@@ -12,8 +12,6 @@ stores use this only when asked.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -88,13 +86,13 @@ def mapped_copy(
     dst_first: int = 0,
     status: torch.Tensor | None = None,
     digests: torch.Tensor | None = None,
-) -> Any:
+) -> None:
     """Launch on the current stream. Mutates the destination, ``flags`` int32 [layers of the box] (each grows by
-    ``ctas``), and ``digests`` where given. Ids, firsts, status, digests and what is returned as in
+    ``ctas``), and ``digests`` where given. Ids, firsts, status and digests as in
     `kvtransfer.kernels.relayout.relayout`. The plain-torch reference is `relayout_reference`.
     """
     spare = table.layer_rows
-    return mapped_kernel[(ctas,)](
+    mapped_kernel[(ctas,)](
         table.rows,
         table.layer_rows,
         table.num_layers,

@@ -18,7 +18,7 @@ MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a f
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 Groups = tuple[tuple[int, int], ...]
-WORTH = 0.004  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
+WORTH = 0.003  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
 
 
 class GroupTimes(NamedTuple):
@@ -59,9 +59,9 @@ def _cut(num_layers: int, most: int, up: list[int], down: list[int]) -> list[tup
 
 
 @lru_cache(maxsize=64)
-def patterns(num_layers: int, *, lead: bool = False) -> tuple[Groups, ...]:
+def patterns(num_layers: int) -> tuple[Groups, ...]:
     """What `best_groups` tries: even groups, and ramps that grow by one layer or double, up, down and both, of several
-    sizes; fewest groups first. ``lead``: also the same behind a first layer that goes alone."""
+    sizes; fewest groups first."""
     found: dict[Groups, None] = {}
     for most in (*(n for n in _SIZES if n < num_layers), num_layers):
         for up, down in product((False, True), repeat=2):
@@ -71,9 +71,6 @@ def patterns(num_layers: int, *, lead: bool = False) -> tuple[Groups, ...]:
             for last in ([], doubled[::-1]):
                 if sum(first) + sum(last) <= num_layers:
                     found[tuple(_cut(num_layers, most, first, last))] = None
-    if lead and num_layers > 1:
-        for behind in patterns(num_layers - 1):
-            found[(0, 1), *((start + 1, stop + 1) for start, stop in behind)] = None
     return tuple(sorted(found, key=len))
 
 
@@ -97,20 +94,18 @@ def best_groups(
     group_s: GroupSeconds,
     layer_times: Sequence[float],
     slot_bytes: int,
-    *,
-    lead: bool = False,
 ) -> Groups:
     """The pattern beside which a forward is through first, where each group has to be `WORTH` it.
 
     ``layer_times`` are seconds that a layer may take. With several, the pattern is taken whose worst loss against the
     best of each is smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
-    again), except single layers. ``lead`` as in `patterns`.
+    again), except single layers.
     """
     seconds = cache(group_s)
 
     fitting = [
         p
-        for p in patterns(len(ends) - 1, lead=lead)
+        for p in patterns(len(ends) - 1)
         if all(stop - start == 1 or ends[stop] - ends[start] <= slot_bytes for start, stop in p)
     ]
     losses = [1.0] * len(fitting)

@@ -114,8 +114,7 @@ class Plan:
             lines.append(f"  predicted {_figures(self.predicted)}, bound by {self.predicted.bound}")
         if self.layerwise and self.predicted is not None and self.predicted.groups:
             sizes = ",".join(str(stop - start) for start, stop in self.predicted.groups)
-            first = ", the first by a mapped launch" if self.predicted.lead else ""
-            lines.append(f"  groups of {sizes} layers{first}")
+            lines.append(f"  groups of {sizes} layers")
         runner_up = self.others[0].path if self.others else None
         lines += [f"  not {path}{' (runner-up)' if path == runner_up else ''}: {why}" for path, why in self.rejected]
         if self.link:

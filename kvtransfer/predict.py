@@ -28,7 +28,6 @@ STRIDED_RUN_PAGES = 4  # shorter runs go as batch descriptors: a 2-D call costs 
 CHUNK_PAGES = 128  # of a chunk where neither a ring nor layers cut: the CPU's, and rows of several layers
 RUN_LOOP_US = 1.0  # Python's turn of a loop over runs, each layer: what many short runs cost on the strided path
 GROUP_S = 0.05e-3  # submitting a layer group, besides its descriptors (H200)
-FIRST_S = 0.15e-3  # which the first 32 MiB take longer: the copy engine waits for the next few descriptors (H200)
 # What a descriptor costs more beside a thread that launches a forward: both want the driver's lock. What 21 loads took
 # beside forwards on an H200, in six patterns and four sizes, fits 1.4 to 2.0 us where one alone took 1.4.
 BESIDE_LAUNCHES_US = 0.4
@@ -101,7 +100,6 @@ class Prediction:
     pieces, piece_bytes  what the link carries, after merging; the mean size
     bound      what it waits for: "the link", "the CPU" or "the relayout"
     kept       the share of a concurrent GEMM's rate that is left
-    lead       whether the first layer goes by a mapped launch (`Terrain.leads`), where a job of the submitter takes it
     """
 
     path: str
@@ -113,7 +111,6 @@ class Prediction:
     bound: str
     kept: float
     groups: Groups = ()
-    lead: bool = False
 
     @property
     def gbps(self) -> float:
@@ -227,37 +224,11 @@ class Terrain:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
             times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near, SLOWED * near]
             self._groups[about, near] = best_groups(
-                self.layer_ends,
-                lambda n, first: self._group_s(n, about, first),
-                times,
-                self.slot_bytes,
-                lead=self.leads(about),
+                self.layer_ends, lambda n, first: self._group_s(n, about, first), times, self.slot_bytes
             )
         return self._groups[about, near]
 
-    def leads(self, pages: int) -> bool:
-        """Whether the first layer of a layer-wise load, where it is a group of its own, is fetched by a mapped kernel:
-        it is on its way after one launch, while the descriptors of what comes behind it are still being written."""
-        if not (self.scripted and self.on_gpu and self.host_pinned and self.direction == "load"):
-            return False
-        if self.spec.num_layers == 1 or not self.slot_bytes >= self.layer_ends[1]:
-            return False
-        staged = self._staged_group_s(self.layer_ends[1], pages, first=True)
-        return self._lead_s(pages) <= max(staged.copy, staged.submit + staged.last) + staged.lag
-
-    def _lead_s(self, pages: int) -> float:
-        """Seconds of the mapped launch for one layer (the mean one)."""
-        factor = self.profile.mapped_factor(self.way, self.budget.ctas)
-        layers = self.spec.num_layers
-        link = sum(self.link_s("mapped", unit, pages * n / layers, factor) for unit, n in self.units)
-        return link + SCRIPTED_LAUNCH_US * 1e-6
-
     def _group_s(self, page_bytes: int, pages: int, first: bool) -> GroupTimes:
-        if first and page_bytes == self.layer_ends[1] and self.leads(pages):
-            return GroupTimes(SCRIPTED_LAUNCH_US * 1e-6, self._lead_s(pages), 0.0, 0.0)
-        return self._staged_group_s(page_bytes, pages, first)
-
-    def _staged_group_s(self, page_bytes: int, pages: int, first: bool) -> GroupTimes:
         """Times of one layer group.
 
         While the ``first`` is submitted the forward waits for it, and does not want the driver's lock.
@@ -268,7 +239,7 @@ class Terrain:
         last = min(total, self.slot_bytes)
         return GroupTimes(
             GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
-            copy + (FIRST_S * last / max(1, self.slot_bytes) if first else 0.0),
+            copy,
             copy * last / total,
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
         )
@@ -317,14 +288,13 @@ def _staged(t: Terrain, asked: Asked, boxes: Sequence[int], groups: Groups) -> P
     tail = last * t.relayout_s_per_byte + launch_us * 1e-6
     seconds, bound = _slowest(link, busy, total * t.relayout_s_per_byte)
     seconds += tail
-    finish, lead = seconds, False
+    finish = seconds
     if asked.layerwise and t.direction == "load" and groups:
         layer_s = (asked.compute_s or 0.0) / t.profile.kept("staged", t.way, t.budget.ctas)
         ends = t.layer_ends
         sizes = cache(lambda nbytes, first: t._group_s(nbytes, asked.pages, first))
         seconds, finish = layers_done(groups, ends, sizes, layer_s)
-        lead = groups[0] == (0, 1) and t.leads(asked.pages)
-    return _prediction(t, "staged", asked, seconds, finish, count, bound, groups, lead)
+    return _prediction(t, "staged", asked, seconds, finish, count, bound, groups)
 
 
 def _strided(t: Terrain, asked: Asked) -> Prediction:
@@ -373,12 +343,11 @@ _PATHS: dict[str, Callable[[Terrain, Asked], Prediction]] = {"strided": _strided
 
 
 def _prediction(
-    t: Terrain, path: str, asked: Asked, seconds: float, finish: float, count: int, bound: str, groups: Groups = (),
-    lead: bool = False,
-) -> Prediction:  # fmt: skip
+    t: Terrain, path: str, asked: Asked, seconds: float, finish: float, count: int, bound: str, groups: Groups = ()
+) -> Prediction:
     total = t.spec.page_bytes * asked.pages
     kept = t.profile.kept(path, t.way, t.budget.ctas) if t.on_gpu else 1.0
-    return Prediction(path, seconds, finish, total, count, total // max(count, 1), bound, kept, groups, lead)
+    return Prediction(path, seconds, finish, total, count, total // max(count, 1), bound, kept, groups)
 
 
 def _slowest(link: float, cpu: float, relayout: float) -> tuple[float, str]:

@@ -16,7 +16,6 @@ from kvtransfer.kernels.coalesce import Box
 from kvtransfer.lanes import CudaLanes
 from kvtransfer.plan import staged_boxes
 from kvtransfer.submitter import Launch
-from kvtransfer.templates import lead_box
 from kvtransfer.workshop import Workshop
 
 
@@ -44,12 +43,10 @@ def load_kernels(shop: Workshop, *, host_pinned: bool) -> None:
             for gate in (None, status):
                 if kind == "host>pool":
                     flags, held = shop.flags.take()
-                    compiled = mapped.mapped_copy(
+                    mapped.mapped_copy(
                         table, 0, flags, shop.ctas, src_ids=ids, dst_ids=ids, status=gate, digests=digests
                     )
                     shop.flags.give(flags, held + shop.ctas)
-                    if gate is None:
-                        shop.launches[variant] = Launch.of(compiled)
                 elif kind == "ring>pool":
                     compiled = relayout.relayout(table, 0, dst_ids=ids, status=gate, digests=digests)
                     if gate is None:
@@ -68,10 +65,9 @@ def _launches(shop: Workshop, host_pinned: bool) -> Iterator[tuple[str, Box]]:
     spec, layers = shop.pool.spec, shop.pool.spec.num_layers
     if host_pinned:
         yield "host>pool", Box.whole(spec)
-        yield "host>pool", lead_box(spec)
     single = tuple((i, i + 1) for i in range(layers))
     slot_bytes = shop.ring.slot_bytes if shop.ring is not None else 0
-    groupings = (((0, layers),), single, *patterns(layers, lead=host_pinned)) if slot_bytes else ()
+    groupings = (((0, layers),), single, *patterns(layers)) if slot_bytes else ()
     for box in dict.fromkeys(box for groups in groupings for box in staged_boxes(spec, slot_bytes, groups)):
         yield "pool>ring", box
         yield "ring>pool", box

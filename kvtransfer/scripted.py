@@ -33,19 +33,18 @@ class Handed:
     slots: list[RingSlot]
     final: torch.cuda.Event
     chunks: int
-    lead: int  # of the chunks, from the first on: fetched by mapped launches
 
 
 def template_of(shop: Workshop, transfer: HostTransfer) -> Template:
     """The template of a transfer's plan; made at the first of its shape."""
     plan = transfer.plan
-    groups, lead = (None, False) if plan.predicted is None else (plan.predicted.groups, plan.predicted.lead)
-    key = (plan.direction, plan.pages, groups, lead)
+    groups = None if plan.predicted is None else plan.predicted.groups
+    key = (plan.direction, plan.pages, groups)
     template = shop.templates.get(key)
     if template is None or template.chunks != plan.chunks:
         if len(shop.templates) >= MOST_TEMPLATES:
             shop.templates.clear()
-        template = shop.templates[key] = Template(shop, transfer.load, plan.chunks, lead=lead)
+        template = shop.templates[key] = Template(shop, transfer.load, plan.chunks)
     return template
 
 
@@ -75,7 +74,7 @@ def hand_over(transfer: HostTransfer) -> bool:
             shop.lanes.wait(lane, event)
         before = [(shop.lanes.streams[lane].cuda_stream, _handle(event)) for lane, event in waits[:MOST_WAITS]]
         job = bound.job(slots, final, transfer.any_order, before)
-        transfer.handed = Handed(job, slots, final, len(chunks), bound.template.lead)
+        transfer.handed = Handed(job, slots, final, len(chunks))
         transfer.handed_over = True
         submitter.give(job)  # first of all: the link is idle
         transfer.handle.script_started(job, submitter.await_chunks, bound.chunks)
@@ -120,10 +119,8 @@ def take_back(transfer: HostTransfer) -> bool:
             transfer.shop.ring.give(slot, last)
     if whole:
         transfer.finish_with(handed.final, (transfer.desk.begin, transfer.desk.end), transfer.desk.digests_back)
-    for number, chunk in enumerate(transfer.plan.chunks[: handle.chunks_submitted]):
-        for stage in (
-            ("mapped",) if number < handed.lead else ("copy", "scatter") if transfer.load else ("gather", "copy")
-        ):
+    for chunk in transfer.plan.chunks[: handle.chunks_submitted]:
+        for stage in ("copy", "scatter") if transfer.load else ("gather", "copy"):
             transfer.tell(stage, chunk)
     return True
 

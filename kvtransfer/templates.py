@@ -5,8 +5,7 @@ memory and events for one job at a time: page ids on both sides, digests, an eve
 desk (`Desk.bind`) is a job but for the ring slots, which `Bound.job` fills in with a few numpy calls.
 
 Of each chunk a load is: wait for the ring slot, copy its host pages there, scatter, and an event that makes its layers
-ready; a store gathers first and copies then. A *lead* is the first layer of a layer-wise load where a mapped launch
-fetches it straight from the host's memory: no descriptors are written before the link is busy.
+ready; a store gathers first and copies then.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from kvtransfer.descriptors import piece_offsets
 from kvtransfer.kernels.coalesce import Box, Geometry
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.relayout import tile_constants
-from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.lanes import CudaLanes, Event, lanes_of
 from kvtransfer.plan import Chunk
 from kvtransfer.staging import RingSlot
@@ -53,16 +51,10 @@ _PACE, _SLOT, _FIRST, _COPIED, _AFTER, _SECOND, _DONE, _COUNTED = range(8)
 _ROWS = 8
 _EVENT, _POINTER, _PARAMETERS = 2, 2, 4  # columns of a command: what is recorded or waited for, pointed to, passed
 MOST_WAITS = 16  # rows of a job for what must have passed before it: fences, and transfers before it
-_PROLOGUE, _EPILOGUE = MOST_WAITS + 4, 4  # commands before the first chunk and after the last one
+_PROLOGUE, _EPILOGUE = MOST_WAITS + 3, 4  # commands before the first chunk and after the last one
 _COLUMN = {name: i for i, name in enumerate(PAGES_WORDS)}
 # Parameters of the relayout kernel that are filled in, by position: (ring shift, ids), and the digests.
 _LOAD_PARAMETERS, _STORE_PARAMETERS, _DIGESTS = (1, 4), (2, 3), 9
-_LEAD_SLOTS, _LEAD_IDS, _LEAD_DIGESTS = 5, 6, 11  # of the mapped kernel
-
-
-def lead_box(spec: KVSpec) -> Box:
-    """What a lead fetches of each page: its first layer."""
-    return Box(0, 1, 0, spec.page_size)
 
 
 def variant(shop: Workshop, kind: str, box: Box) -> tuple[object, ...]:
@@ -75,19 +67,15 @@ def variant(shop: Workshop, kind: str, box: Box) -> tuple[object, ...]:
 class Template:
     """The job of every staged transfer with these chunks, in one direction, but for ids, slots and events.
 
-    launchable  whether the kernel of every chunk was preloaded in the form that a job launches
-    lead        how many of the chunks, from the first on, are fetched by a mapped launch each
+    ``launchable``: whether the kernel of every chunk was preloaded in the form that a job launches.
     """
 
-    def __init__(self, shop: Workshop, load: bool, chunks: Sequence[Chunk], *, lead: bool = False) -> None:
+    def __init__(self, shop: Workshop, load: bool, chunks: Sequence[Chunk]) -> None:
         lanes = shop.lanes
         assert isinstance(lanes, CudaLanes)
+        kind = "ring>pool" if load else "pool>ring"
         self.load, self.chunks = load, tuple(chunks)
-        first = lead_box(shop.pool.spec)
-        self.lead = sum(c.box == first for c in chunks) if lead else 0
-        kinds = ["host>pool" if i < self.lead else "ring>pool" if load else "pool>ring" for i in range(len(chunks))]
-        kernels = list(zip(kinds, (c.box for c in chunks), strict=True))
-        variants = {kernel: variant(shop, *kernel) for kernel in dict.fromkeys(kernels)}
+        variants = {box: variant(shop, kind, box) for box in dict.fromkeys(c.box for c in chunks)}
         self.launchable = all(v in shop.launches for v in variants.values())
         if not self.launchable:
             return
@@ -104,43 +92,26 @@ class Template:
         self.commands[:, :, 1] = [0, before, before, before, after, after, after, 0]
         self.commands[:, _COUNTED, 2] = np.arange(1, len(chunks) + 1)
         self.launch_row, self.copy_row = (_SECOND, _FIRST) if load else (_FIRST, _SECOND)
-        self.commands[: self.lead, [_SLOT, _FIRST, _COPIED, _AFTER], 0] = NONE
         shapes = np.zeros((len(chunks), 5), dtype=np.uint32)
         values: list[list[int]] = []
-        layers = shop.pool.spec.num_layers if shop.verify else 1
-        for i, (chunk, kernel) in enumerate(zip(chunks, kernels, strict=True)):
-            table = shop.geometry(*kernel)[1]
+        for i, chunk in enumerate(chunks):
+            table = shop.geometry(kind, chunk.box)[1]
             assert table is not None
-            launch = shop.launches[variants[kernel]]
-            spare, rows = table.layer_rows.data_ptr(), table.rows.data_ptr()
-            if i < self.lead:
-                grid, flags = (shop.ctas, 1), self._unread(lanes, table.num_layers)
-                firsts = (chunk.first, chunk.first)
-                arguments = [rows, spare, table.num_layers, 0, 0, spare, spare, *firsts, chunk.count, spare, spare,
-                             layers, flags]  # fmt: skip
-            else:
-                tiles = -(-chunk.count // table.tile.pages) * -(-table.unit_words // table.tile.words)
-                grid = relayout_grid(tiles, table.num_entries)
-                firsts = (0, chunk.first) if load else (chunk.first, 0)
-                arguments = [rows, 0, 0, spare, spare, *firsts, chunk.count, spare, spare, layers]
-                self.pages[i] = self._pages(shop, chunk)
-            shapes[i] = launch.shape(grid)
+            launch = shop.launches[variants[chunk.box]]
+            tiles = -(-chunk.count // table.tile.pages) * -(-table.unit_words // table.tile.words)
+            shapes[i] = launch.shape(relayout_grid(tiles, table.num_entries))
+            spare = table.layer_rows.data_ptr()
+            layers = shop.pool.spec.num_layers if shop.verify else 1
+            firsts = (0, chunk.first) if load else (chunk.first, 0)
+            arguments = [table.rows.data_ptr(), 0, 0, spare, spare, *firsts, chunk.count, spare, spare, layers]
             values.append(launch.values(arguments))
             self.commands[i, self.launch_row, 2] = launch.function
-        if load and not self.lead:
+            self.pages[i] = self._pages(shop, chunk)
+        if load:
             self.pages[:HASTY_CHUNKS, _COLUMN["most"]] = HASTY_DESCRIPTORS
-        self.values: U64 = np.zeros((len(chunks), max(map(len, values))), dtype=np.uint64)
-        for i, row in enumerate(values):
-            self.values[i, : len(row)] = row
+        self.values: U64 = np.array(values, dtype=np.uint64)
         self.keep.append(shapes)
         self.commands[:, self.launch_row, 3] = shapes.ctypes.data + shapes.strides[0] * np.arange(len(chunks))
-
-    def _unread(self, lanes: CudaLanes, layers: int) -> int:
-        """Address of release flags that nobody reads: who waits for a lead waits for its event."""
-        with lanes.aside():
-            flags = torch.empty(layers, dtype=torch.int32, device=lanes.device)
-        self.keep.append(flags)
-        return flags.data_ptr()
 
     def _pages(self, shop: Workshop, chunk: Chunk) -> list[int]:
         geometry, _ = shop.geometry("host>ring" if self.load else "ring>host", chunk.box, build=False)
@@ -154,8 +125,7 @@ class Template:
 class Desk:
     """Memory and events for one job at a time, of at most ``pages`` pages.
 
-    slots, ids   int64 [pages], pinned: host slots, and pool pages. The job copies them to ``slots_there`` (for a lead)
-                 and ``ids_there``
+    slots, ids   int64 [pages]: host slots, and pool pages (pinned, copied to ``ids_there`` by the job)
     digests      int64 [pages, layers] on the device, zeroed by the job and copied back to ``digests_back`` (pinned);
                  None without verification
     begin, end   timing events before the first copy and after the last one
@@ -164,14 +134,15 @@ class Desk:
     def __init__(self, shop: Workshop, pages: int) -> None:
         device, layers = shop.pool.device, shop.pool.spec.num_layers
         self.pages = max(LEAST_PAGES, 1 << (pages - 1).bit_length())
-        self._both = torch.zeros(2, self.pages, dtype=torch.int64, pin_memory=True)
-        self.slots, self.ids = self._both.numpy()
+        self.slots = np.zeros(self.pages, dtype=np.int64)
+        self._ids = torch.zeros(self.pages, dtype=torch.int64, pin_memory=True)
+        self.ids = self._ids.numpy()
         self.digests: torch.Tensor | None = None
         self.digests_back: torch.Tensor | None = None
         lanes = shop.lanes
         assert isinstance(lanes, CudaLanes)
         with lanes.aside():
-            self.slots_there, self.ids_there = torch.empty(2, self.pages, dtype=torch.int64, device=device)
+            self.ids_there = torch.empty(self.pages, dtype=torch.int64, device=device)
             if shop.verify:
                 self.digests = torch.empty(self.pages, layers, dtype=torch.int64, device=device)
                 self.digests_back = torch.zeros(self.pages, layers, dtype=torch.int64, pin_memory=True)
@@ -214,13 +185,10 @@ class Bound:
         done = np.array([e.cuda_event for e in self.events], dtype=np.uint64)
         self.pages[:, _COLUMN["ids"]] = desk.slots.ctypes.data
         self.shift, ids = _LOAD_PARAMETERS if template.load else _STORE_PARAMETERS
-        lead = template.lead
-        self.values[lead:, ids] = self.values[:lead, _LEAD_IDS] = desk.ids_there.data_ptr()
-        self.values[:lead, _LEAD_SLOTS] = desk.slots_there.data_ptr()
+        self.values[:, ids] = desk.ids_there.data_ptr()
         if desk.digests is not None:
             row_bytes = desk.digests.stride(0) * desk.digests.element_size()
-            digests = desk.digests.data_ptr() + row_bytes * template.firsts
-            self.values[lead:, _DIGESTS], self.values[:lead, _LEAD_DIGESTS] = digests[lead:], digests[:lead]
+            self.values[:, _DIGESTS] = desk.digests.data_ptr() + row_bytes * template.firsts
         self.parameters: U64 = self.values.ctypes.data + 8 * np.arange(self.values.size, dtype=np.uint64)
         self.all: U64 = np.zeros((_PROLOGUE + _ROWS * chunks + _EPILOGUE, COMMAND_WORDS), dtype=np.uint64)
         self.commands = self.all[_PROLOGUE : _PROLOGUE + _ROWS * chunks].reshape(chunks, _ROWS, COMMAND_WORDS)
@@ -233,14 +201,10 @@ class Bound:
         self.commands[:, _DONE, _EVENT] = done
         self.commands[:CHUNKS_AHEAD, _PACE, 0] = NONE
         self.commands[CHUNKS_AHEAD:, _PACE, _EVENT] = done[: max(0, chunks - CHUNKS_AHEAD)]
-        if 0 < lead < chunks:  # the copies behind a lead would take half of the link from it
-            self.commands[lead, _PACE, : _EVENT + 1] = WAIT, template.copy, done[lead - 1]
-        self._done, self._turn = done[lead:], rows[lead:] - lead
+        self._done, self._turn = done, rows
         self._held = 0  # ring slots of the last job
-        self._rings: dict[tuple[int, ...], U64] = {}  # of each chunk behind the lead, by the slots that a job holds
+        self._rings: dict[tuple[int, ...], U64] = {}  # where in the ring each chunk lies, by the slots that a job holds
         start: list[list[int]] = [[COPY, template.kernel, desk.ids_there.data_ptr(), desk.ids.ctypes.data, 8 * pages]]
-        if lead:
-            start.append([COPY, template.kernel, desk.slots_there.data_ptr(), desk.slots.ctypes.data, 8 * pages])
         stop: list[list[int]] = []
         if desk.digests is not None and desk.digests_back is not None:
             nbytes = desk.digests.stride(0) * desk.digests.element_size() * pages
@@ -265,11 +229,10 @@ class Bound:
 
         ``waits``: (stream, event) as raw handles, at most `MOST_WAITS`: which streams wait for what before all else.
         """
-        held, lead = len(slots), self.template.lead
-        chunks = len(self.events) - lead
-        self.pages[lead:, _COLUMN["ring"]] = self.values[lead:, self.shift] = self._ring(slots)
+        held, chunks = len(slots), len(self.events)
+        self.pages[:, _COLUMN["ring"]] = self.values[:, self.shift] = self._ring(slots)
         self.pages[:, _COLUMN["any_order"]] = any_order
-        free = self.commands[lead:, _SLOT]
+        free = self.commands[:, _SLOT]
         if held != self._held:
             self._held = held
             free[:, 0], free[held:, _EVENT] = WAIT, self._done[: max(0, chunks - held)]
@@ -286,7 +249,7 @@ class Bound:
         return Job(self.all, (self, slots, final))
 
     def _ring(self, slots: Sequence[RingSlot]) -> U64:
-        """Where in the ring each chunk behind the lead lies."""
+        """Where in the ring each chunk lies."""
         addresses = tuple(s.address for s in slots)
         if addresses not in self._rings:
             self._rings[addresses] = np.array(addresses, dtype=np.uint64)[self._turn % len(slots)]

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +25,6 @@ from engine_helpers import LIMIT_S, Rig, make_rig
 from numpy.typing import NDArray
 
 from kvtransfer.dma import CopyEngine, TorchCopyEngine
-from kvtransfer.groups import layer_groups
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.coalesce import Box, Geometry
 from kvtransfer.kernels.digest import box_digests
@@ -36,14 +34,11 @@ from kvtransfer.kernels.table import CopyTable, build_table
 from kvtransfer.lanes import LANES, CudaLanes, RelayoutTask
 from kvtransfer.plan import staged_boxes
 from kvtransfer.submitter import Launch, Submitter, build_submitter
-from kvtransfer.templates import CHUNKS_AHEAD, lead_box
-from kvtransfer.tiers.host import HostTier
+from kvtransfer.templates import CHUNKS_AHEAD
 from kvtransfer.workshop import Workshop
 
 FAILED = 700  # what a refused call returns
-WIDTHS = (8, 8, 8, 8, 8, 4, 4, 4, 8, 8, 4, 8, 8)  # of the relayout kernel's parameters
-LEAD_WIDTHS = (8, 8, 4, 8, 8, 8, 8, 4, 4, 4, 8, 8, 4, 8, 8, 8)  # of the mapped kernel's
-RELAYOUT, LEAD = 1, 2  # functions
+WIDTHS = (8, 8, 8, 8, 8, 4, 4, 4, 8, 8, 4, 8, 8)
 
 
 class Passed:
@@ -186,8 +181,7 @@ class FakeShop(Workshop):
         if not build:
             return geometry, None
         pool = [b.data_ptr() for b in self.pool.buffers]
-        src = [self.host_address] if kind == "host>pool" else [0]
-        src, dst = (pool, [0]) if kind == "pool>ring" else (src, pool)
+        src, dst = (pool, [0]) if kind == "pool>ring" else ([0], pool)
         table = build_table(
             geometry, self.pool.spec, src, dst, torch.device("cpu"), RELAYOUT_TILE_BYTES, RELAYOUT_WARPS
         )
@@ -230,9 +224,8 @@ class FakeDriver:
 
     batch_version = 13000
 
-    def __init__(self, gpu: Gpu, verify: bool, spec: Any, host: HostTier) -> None:
-        self.gpu, self.verify, self.spec, self.host = gpu, verify, spec, host
-        self.leads: list[int] = []  # pages of each mapped launch
+    def __init__(self, gpu: Gpu, verify: bool, spec: Any) -> None:
+        self.gpu, self.verify, self.spec = gpu, verify, spec
         self.batches: list[list[tuple[int, int, int]]] = []  # (destination, source, bytes) of each copy asked for
         p, u, i, q = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
         types = {
@@ -275,24 +268,11 @@ class FakeDriver:
 
     def do_launch(self, function: int, *rest: Any) -> None:
         stream, parameters = rest[7], rest[8]
-        widths, work = {RELAYOUT: (WIDTHS, self._relayout), LEAD: (LEAD_WIDTHS, self._lead)}[function]
-        pointers = words(parameters, len(widths)).tolist()
-        values = [int.from_bytes(ctypes.string_at(a, w), "little") for a, w in zip(pointers, widths, strict=True)]
-        self.gpu.put(stream, "work", lambda: work(values))
-
-    def _lead(self, v: list[int]) -> None:
-        rows, _, layers_here, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, count = v[:10]
-        digests, layers, flags = v[11:14]
-        geometry, table = self.gpu.tables[rows]
-        assert (layers_here, src_shift, dst_shift) == (1, 0, 0)
-        slots, ids = words(src_ids + 8 * src_first, count).copy(), words(dst_ids + 8 * dst_first, count).copy()
-        move(table, 0, 0, slots, ids)
-        if self.verify:
-            there = self.host.payload.view(-1, self.host.slot_bytes)[slots, : geometry.page_bytes]
-            sums = box_digests(there.numpy(), self.spec, geometry.box)
-            words(digests, count * layers)[:] += sums.view(np.int64).reshape(-1)
-        ctypes.c_int32.from_address(flags).value += 1
-        self.leads.append(count)
+        pointers = words(parameters, len(WIDTHS)).tolist()
+        values = [
+            int.from_bytes(ctypes.string_at(a, w), "little") for a, w in zip(pointers, WIDTHS, strict=True)
+        ]  # fmt: skip
+        self.gpu.put(stream, "work", lambda: self._relayout(values))
 
     def _relayout(self, v: list[int]) -> None:
         rows, src_shift, dst_shift, src_ids, dst_ids, src_first, dst_first, count, _, digests, layers = v[:11]
@@ -324,10 +304,9 @@ class FakeDriver:
 
 def scripted_rig(
     monkeypatch: pytest.MonkeyPatch, folder: Path, layout: str, spec: Any, ring: Any, *, seed: int, verify: bool = True,
-    lead: bool = False, **more: Any,
+    **more: Any,
 ) -> tuple[Rig, Gpu]:  # fmt: skip
-    """A rig whose staged transfers go through the C worker to a `Gpu`. Close the rig, then the GPU. ``lead``: layer by
-    layer, the first layer goes alone and by a mapped launch."""
+    """A rig whose staged transfers go through the C worker to a `Gpu`. Close the rig, then the GPU."""
     gpu = Gpu(seed)
     monkeypatch.setattr(FakeEvent, "gpu", gpu, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -344,24 +323,14 @@ def scripted_rig(
         lanes.copier.register(memory)
     shop.__class__ = FakeShop
     shop.lanes = lanes
-    if lead:
-        terrain = rig.engine._terrain["load"]
-        behind = layer_groups(spec.num_layers - 1)
-        groups = ((0, 1), *((start + 1, stop + 1) for start, stop in behind))
-        rig.engine._terrain["load"] = replace(
-            terrain, on_gpu=True, scripted=True, host_pinned=True, fixed_groups=groups, _groups={}
-        )
-        table = shop.geometry("host>pool", lead_box(spec))[1]
-        assert table is not None
-        shop.launches[("host>pool", *tile_constants(table).items())] = Launch(LEAD, 1024, 0, LEAD_WIDTHS)
     single = tuple((i, i + 1) for i in range(spec.num_layers))
     for groups in (((0, spec.num_layers),), single, tuple(rig.engine._terrain["load"].groups(1))):
         for box in staged_boxes(spec, ring.slot_bytes, groups):
             for kind in ("ring>pool", "pool>ring"):
                 table = shop.geometry(kind, box)[1]
                 assert table is not None
-                shop.launches[(kind, *tile_constants(table).items())] = Launch(RELAYOUT, 256, 0, WIDTHS)
-    driver = gpu.driver = FakeDriver(gpu, verify, spec, rig.host)
+                shop.launches[(kind, *tile_constants(table).items())] = Launch(1, 256, 0, WIDTHS)
+    driver = gpu.driver = FakeDriver(gpu, verify, spec)
     for direction in ("load", "store"):
         shop.submitters[direction] = Submitter(build_submitter(folder), cast(CopyEngine, driver), 1)
     return rig, gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace as dataclass_replace
 from pathlib import Path
 from typing import Any
 
@@ -221,31 +220,6 @@ def test_tiny_pages_and_none() -> None:
     assert predicted(facts(TINY, pages=1), "staged").seconds > 0
     none = make_plan(facts(TINY, pages=0, runs=0))
     assert none.predicted is not None and none.predicted.seconds == 0 and "predicted" not in none.explain()
-
-
-def test_a_first_layer_goes_by_a_mapped_launch_where_that_is_quicker() -> None:
-    """And never where no job of the submitter takes it, or SMs can't reach the host's memory."""
-
-    def groups_of(mapped_gbps: float, **more: Any) -> tuple[Any, bool]:
-        rates = profile(staged=flat(50.0), mapped=flat(mapped_gbps))
-        case = facts(MEDIUM, pages=512, layerwise=True, compute_s=0.01, profile=rates)
-        terrain = dataclass_replace(case.terrain, **{"scripted": True, "_groups": {}, **more})
-        plan = make_plan(dataclass_replace(case, terrain=terrain), "staged")
-        assert plan.predicted is not None
-        return plan.predicted.groups, plan.predicted.lead
-
-    groups, lead = groups_of(49.0)
-    assert lead and groups[0] == (0, 1), "a slow forward waits for its first layer alone"
-    assert not groups_of(1.0)[1], "a slow SM path"
-    assert not groups_of(49.0, scripted=False)[1] and not groups_of(49.0, host_pinned=False)[1]
-    assert not groups_of(49.0, fixed_groups=((0, 2), (2, 32)))[1], "not two layers"
-    assert groups_of(49.0, fixed_groups=((0, 1), (1, 32)))[1]
-
-
-def test_no_ring_has_no_lead() -> None:
-    case = facts(MEDIUM, pages=512, slot_bytes=0)
-    terrain = dataclass_replace(case.terrain, scripted=True, _groups={})
-    assert not terrain.leads(512) and terrain.groups(512), "an engine asks for both when it begins"
 
 
 def test_every_group_has_to_be_worth_it() -> None:

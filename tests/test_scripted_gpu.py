@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from gpu_helpers import make_rig, shuffled, spin
 
-from kvtransfer.groups import layer_groups
 from kvtransfer.handles import PageState
 from kvtransfer.kernels.errors import TransferCancelled
 from kvtransfer.kernels.spec import KVSpec
-from kvtransfer.predict import Terrain
 
 pytestmark = pytest.mark.gpu
 
 SPEC = KVSpec.attention(9, 16, 8, 128, 2)
 
 
-@pytest.mark.parametrize("lead", [False, True])
 @pytest.mark.parametrize("layout", ["sglang.layer_first", "vllm.BHLNC", "page_first"])
-def test_layers_arrive_in_time_and_exact(layout: str, lead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``lead``: the first layer by a mapped launch."""
-    monkeypatch.setattr(Terrain, "leads", lambda self, pages: lead)
-    behind = ((start + 1, stop + 1) for start, stop in layer_groups(SPEC.num_layers - 1))
+def test_layers_arrive_in_time_and_exact(layout: str) -> None:
     reader, late = torch.cuda.Stream(), torch.cuda.Stream()
     rig = make_rig(layout, SPEC, pages=120, slots=100, streams=[reader, late], path="staged", script=True)
-    terrain = rig.engine._terrain["load"]
-    rig.engine._terrain["load"] = replace(terrain, fixed_groups=((0, 1), *behind), _groups={})
     try:
         for seed in range(6):
             pages, slots = shuffled(77, 120, seed), shuffled(77, 100, seed + 50)
             new = rig.fill_slots(slots)
             spin(late, 10)
             load = rig.engine.load(slots, pages, layerwise=True)
-            assert load.plan.predicted is not None and load.plan.predicted.lead is lead
             for layer in range(SPEC.num_layers):
                 load.wait_layer(layer, reader)
             with torch.cuda.stream(reader):
