@@ -4,12 +4,17 @@ It never lets more of a transfer into the GPU's queues than the ring has slots, 
 half-way and other people's small copies do not wait behind a burst. Completions are handled here alone,
 whether or not anybody calls in. Python in a second thread costs a forward that is being launched, so the
 thread sleeps most of the time and each wake-up is short.
+
+At the end of the interpreter the thread is ended first. One that asks an event while Python goes away is ended by
+Python in the middle of PyTorch's C++, which aborts the process ("terminate called without an active exception").
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -23,6 +28,7 @@ from kvtransfer.workshop import Workshop
 
 SHORTEST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.001  # a 32 MiB chunk takes 0.6 ms at 55 GB/s, and the ring holds six
+LEAVE_S = 5.0  # for the thread to end with the interpreter; it takes as long as what the driver was last asked
 LONGEST_SLEEP_S = 0.02  # while nothing is due: each wake-up takes the GIL from a thread that launches a forward
 
 
@@ -37,7 +43,9 @@ class Pump:
         self._flight: list[Transfer] = []
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._leaving = False
         self._woken = False
+        _pumps.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:
         """Submit ``transfer`` after those enqueued before it."""
@@ -79,6 +87,15 @@ class Pump:
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    def leave(self) -> None:
+        """The interpreter ends: end the thread, whatever is on its way. Who still waits for a transfer is told."""
+        with self._changed:
+            self._leaving = self._closing = self._woken = True
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(LEAVE_S)
+
     def _add(self, append: Callable[[Transfer], None], transfer: Transfer) -> None:
         with self._changed:
             if self._closing:
@@ -95,7 +112,7 @@ class Pump:
             torch.cuda.set_device(self._shop.pool.device)
             self._shop.lanes.copier.leave_captures_alone()
         nap = SHORTEST_NAP_S
-        while True:
+        while not self._leaving:
             with self._changed:
                 while self.idle() and not self._closing:
                     self._changed.wait()
@@ -107,6 +124,9 @@ class Pump:
                 with self._changed:
                     self._changed.wait_for(lambda: self._woken, self._sleep_s(nap))
                     self._woken = False
+        for handle in self.pending():  # the interpreter ends
+            handle.stop_script()
+            handle.fail(DeadlineExceeded("the interpreter ended before the transfer did"))
         for submitter in self._shop.submitters.values():
             submitter.close()
 
@@ -258,6 +278,15 @@ class Pump:
             if transfer.started and transfer.handle.final_event is None:
                 transfer.finish()
         return transfer.handle.final_event is None
+
+
+_pumps: weakref.WeakSet[Pump] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    for pump in list(_pumps):
+        pump.leave()
 
 
 def _left(handle: TransferHandle) -> list[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -464,3 +467,27 @@ def test_pool_and_slab_above_4_gib_are_exact_at_their_ends() -> None:
     finally:
         engine.close()
         host.close()
+
+
+@pytest.mark.parametrize(
+    "end", ["sys.exit(3)", "raise KeyboardInterrupt", "os.kill(os.getpid(), signal.SIGINT); time.sleep(9)"]
+)
+def test_a_process_may_end_with_transfers_on_their_way(end: str) -> None:
+    """Python ends daemon threads where they stand: in the middle of PyTorch's C++ that aborts the process."""
+    here = Path(__file__).parent
+    text = f"""
+import os, signal, sys, time
+sys.path[:0] = {[str(here.parent), str(here)]!r}
+import numpy as np, torch
+from gpu_helpers import make_rig, spin
+from kvtransfer.kernels.spec import KVSpec
+stream = torch.cuda.Stream()
+rig = make_rig("sglang.layer_first", KVSpec.attention(9, 16, 8, 128, 2), pages=400, slots=400, streams=[stream])
+spin(stream, 300)
+under_way = [rig.engine.load(np.arange(200), np.arange(200), layerwise=bool(i % 2)) for i in range(6)]
+under_way.append(rig.engine.store(np.arange(200, 400), np.arange(200, 400)))
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode in ((3,) if "exit" in end else (-2, 130)), done.stderr[-2000:]
+    assert "terminate called" not in done.stderr

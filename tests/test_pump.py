@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -419,3 +422,41 @@ def test_a_callback_that_wants_to_end_the_thread_does_not(
     until(lambda: seen == [kind])
     assert works(rig)
     rig.close()
+
+
+ENDING = """
+import atexit, sys, threading
+from pathlib import Path
+
+def last():  # registered first, it is called last
+    alive = [t.name for t in threading.enumerate() if t.name == "kvtransfer-pool"]
+    try:
+        handle.result(5)
+        print("a result")
+    except Exception as error:
+        print(alive, type(error).__name__, error)
+
+atexit.register(last)
+sys.path[:0] = sys.argv[1:]
+from engine_helpers import TINY, make_rig
+from kvtransfer.fifo import Delays
+
+gate = threading.Event()  # stays shut
+rig = make_rig("sglang.layer_first", TINY, path="staged", pages=20, slots=20, delays=Delays({"copy": gate}))
+handle = rig.engine.load(range(10), range(10))
+before = [t.name for t in threading.enumerate()]
+assert "kvtransfer-pool" in before, before
+END
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2), ("1 / 0", 1)])
+def test_the_thread_ends_before_the_interpreter(end: str, code: int) -> None:
+    """However it ends, with transfers on their way; who waits even then is told, and does not hang."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.replace("END", end), str(here.parent), str(here)],
+        capture_output=True, text=True, timeout=LIMIT_S * 3, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[] DeadlineExceeded the interpreter ended before the transfer did", done.stderr
+    assert done.returncode in (code, 130 if code == -2 else code), done.stderr
