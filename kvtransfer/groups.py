@@ -18,7 +18,7 @@ MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a f
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 Groups = tuple[tuple[int, int], ...]
-WORTH = 0.003  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
+WORTH = 0.002  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
 
 
 class GroupTimes(NamedTuple):
@@ -28,12 +28,14 @@ class GroupTimes(NamedTuple):
     copy    on the link
     last    on the link, of the part that is submitted last: nothing of it can have been copied before
     lag     from the copy's end until its layers can be used
+    delay   of a thread that launches a forward meanwhile: it wants the driver's lock as well
     """
 
     submit: float
     copy: float
     last: float
     lag: float
+    delay: float = 0.0
 
 
 GroupSeconds = Callable[[int, bool], GroupTimes]
@@ -74,8 +76,16 @@ def patterns(num_layers: int) -> tuple[Groups, ...]:
     return tuple(sorted(found, key=len))
 
 
-def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, layer_s: float) -> tuple[float, float]:
-    """(when the last layer has arrived, when a forward that takes ``layer_s`` a layer is through), in seconds.
+class Beside(NamedTuple):
+    """A forward: seconds of a layer, and whether it is its launches that take so long. Only then does what delays the
+    thread that launches delay the forward: otherwise that thread is far ahead."""
+
+    layer_s: float
+    launches: bool = False
+
+
+def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, beside: Beside) -> tuple[float, float]:
+    """(when the last layer has arrived, when the forward is through), in seconds.
 
     ``ends`` are the bytes of a page up to the end of each layer, beginning with 0.
     """
@@ -85,20 +95,15 @@ def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, laye
         cpu += times.submit
         lane = max(lane + times.copy, cpu + times.last)
         arrived = lane + times.lag
-        done = max(done, arrived) + (stop - start) * layer_s
+        done = max(done, arrived) + (stop - start) * beside.layer_s + beside.launches * times.delay
     return arrived, done
 
 
-def best_groups(
-    ends: Sequence[int],
-    group_s: GroupSeconds,
-    layer_times: Sequence[float],
-    slot_bytes: int,
-) -> Groups:
+def best_groups(ends: Sequence[int], group_s: GroupSeconds, forwards: Sequence[Beside], slot_bytes: int) -> Groups:
     """The pattern beside which a forward is through first, where each group has to be `WORTH` it.
 
-    ``layer_times`` are seconds that a layer may take. With several, the pattern is taken whose worst loss against the
-    best of each is smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
+    ``forwards`` are what it may be. With several, the pattern is taken whose worst loss against the best of each is
+    smallest. Groups whose layers of one page do not fit a ring slot are left out (they would be cut
     again), except single layers.
     """
     seconds = cache(group_s)
@@ -109,8 +114,8 @@ def best_groups(
         if all(stop - start == 1 or ends[stop] - ends[start] <= slot_bytes for start, stop in p)
     ]
     losses = [1.0] * len(fitting)
-    for layer_s in layer_times:
-        times = [layers_done(p, ends, seconds, layer_s)[1] for p in fitting]
+    for beside in forwards:
+        times = [layers_done(p, ends, seconds, beside)[1] for p in fitting]
         best = min(times)
         losses = [max(loss, t / best) for loss, t in zip(losses, times, strict=True)]
     return min(zip(fitting, losses, strict=True), key=lambda found: found[1] + WORTH * len(found[0]))[0]

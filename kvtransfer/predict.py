@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtransfer.groups import Groups, GroupTimes, best_groups, layer_groups, layers_done
+from kvtransfer.groups import Beside, Groups, GroupTimes, best_groups, layer_groups, layers_done
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.ids import id_tools
@@ -36,9 +36,10 @@ BESIDE_LAUNCHES_US = 0.4
 PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
-# While its load runs a forward is launched more slowly than alone (H200: its kernels take the same time, the thread
-# that launches them up to 25 % more). Groups are cut for both.
-SLOWED = 1.2
+# A forward beside its load takes longer than alone. One that fills the GPU takes a tenth more. Of one that waits for its
+# launches, the thread that launches is held for so much of the time in which descriptors are written. One or the other
+# fits each of 14 loads on H200s with fast and slow CPUs within 3 %. Nobody says which it is: groups are cut for both.
+SLOWED, HELD = 1.1, 0.55
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -222,9 +223,10 @@ class Terrain:
         near = None if compute_s is None else 2.0 ** (round(4 * math.log2(compute_s)) / 4)
         if (about, near) not in self._groups:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
-            times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near, SLOWED * near]
+            times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near]
+            forwards = [b for s in times for b in (Beside(SLOWED * s), Beside(s, launches=True))]
             self._groups[about, near] = best_groups(
-                self.layer_ends, lambda n, first: self._group_s(n, about, first), times, self.slot_bytes
+                self.layer_ends, lambda n, first: self._group_s(n, about, first), forwards, self.slot_bytes
             )
         return self._groups[about, near]
 
@@ -242,6 +244,7 @@ class Terrain:
             copy,
             copy * last / total,
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
+            0.0 if first else HELD * pages * self.profile.cpu.descriptor_us * 1e-6,
         )
 
 
@@ -293,7 +296,7 @@ def _staged(t: Terrain, asked: Asked, boxes: Sequence[int], groups: Groups) -> P
         layer_s = (asked.compute_s or 0.0) / t.profile.kept("staged", t.way, t.budget.ctas)
         ends = t.layer_ends
         sizes = cache(lambda nbytes, first: t._group_s(nbytes, asked.pages, first))
-        seconds, finish = layers_done(groups, ends, sizes, layer_s)
+        seconds, finish = layers_done(groups, ends, sizes, Beside(layer_s))
     return _prediction(t, "staged", asked, seconds, finish, count, bound, groups)
 
 

@@ -11,7 +11,7 @@ from engine_helpers import LIMIT_S, TINY, Log, make_rig
 from msgspec.structs import replace
 from test_plan import BIG, H200, MEDIUM, TOKENS, facts
 
-from kvtransfer.groups import GroupTimes, best_groups
+from kvtransfer.groups import Beside, GroupTimes, best_groups
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.link import CpuCost, Curve, Grid, LinkProfile, save_profile, shipped_profile
 from kvtransfer.plan import Facts, make_plan
@@ -225,8 +225,8 @@ def test_tiny_pages_and_none() -> None:
 def test_every_group_has_to_be_worth_it() -> None:
     """Nothing to gain by more groups: the fewest. A price for each of its descriptors: larger groups."""
     ends = [i * 100 for i in range(33)]
-    free = best_groups(ends, lambda nbytes, first: GroupTimes(0.0, nbytes * 1e-5, 0.0, 0.0), [1e-9], 1 << 30)
+    free = best_groups(ends, lambda nbytes, first: GroupTimes(0.0, nbytes * 1e-5, 0.0, 0.0), [Beside(1e-9)], 1 << 30)
     assert len(free) < 6 and free[-1][1] == 32
-    fine = best_groups(ends, lambda nbytes, first: GroupTimes(0.0, nbytes * 1e-5, 0.0, 0.0), [1e-3], 1 << 30)
-    dear = best_groups(ends, lambda nbytes, first: GroupTimes(6e-3, nbytes * 1e-5, 0.0, 0.0), [1e-3], 1 << 30)
+    fine = best_groups(ends, lambda nbytes, first: GroupTimes(0.0, nbytes * 1e-5, 0.0, 0.0), [Beside(1e-3)], 1 << 30)
+    dear = best_groups(ends, lambda nbytes, first: GroupTimes(6e-3, nbytes * 1e-5, 0.0, 0.0), [Beside(1e-3)], 1 << 30)
     assert len(dear) < len(fine)

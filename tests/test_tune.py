@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from kvtransfer.groups import GroupTimes, best_groups, layer_groups, layers_done, patterns
+from kvtransfer.groups import Beside, GroupTimes, best_groups, layer_groups, layers_done, patterns
 from kvtransfer.link import DIRECTIONS, LinkProfile, ProfileKey, decode_profile, encode_profile
 from kvtransfer.meter import CpuMeter, CudaMeter, random_order
 from kvtransfer.tune import CTAS, GEMM_SHARE, MAPPED_CTAS, Runner, measure
@@ -172,11 +172,15 @@ def test_layers_done_by_hand() -> None:
     """Groups of 1 and 2 layers of 10 bytes: 10 ms and 20 ms on the link, 1 ms until usable, layers of 5 ms."""
     ends, groups = [0, 10, 20, 30], ((0, 1), (1, 3))
     seconds = {10: GroupTimes(2.0, 10.0, 10.0, 1.0), 20: GroupTimes(3.0, 20.0, 10.0, 1.0)}
-    arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], 5.0)
+    arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], Beside(5.0))
     assert arrived == 2.0 + 31.0 and done == 2.0 + 31.0 + 10.0
     seconds = {10: GroupTimes(20.0, 10.0, 10.0, 1.0), 20: GroupTimes(40.0, 20.0, 10.0, 1.0)}  # the CPU is slower
-    arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], 5.0)
+    arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], Beside(5.0))
     assert arrived == 20.0 + 40.0 + 10.0 + 1.0 and done == 71.0 + 10.0
+    seconds = {10: GroupTimes(2.0, 10.0, 10.0, 1.0), 20: GroupTimes(3.0, 20.0, 10.0, 1.0, 4.0)}
+    for launches, later in ((False, 0.0), (True, 4.0)):  # what holds who launches, where that is what takes the time
+        beside = Beside(5.0, launches)
+        assert layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], beside) == (33.0, 43.0 + later)
 
 
 def on_the_link(copy: float, submit: float = 0.0) -> GroupTimes:
@@ -189,23 +193,36 @@ def test_groups_follow_the_compute() -> None:
     def cost(nbytes: int, first: bool) -> GroupTimes:  # 1 s a layer, a tenth of that a group
         return on_the_link(0.1 + nbytes / 100)
 
-    fast = best_groups(ends, cost, [0.01], 1 << 30)
-    slow = best_groups(ends, cost, [10.0], 1 << 30)
-    even = best_groups(ends, cost, [1.0], 1 << 30)
+    fast = best_groups(ends, cost, [Beside(0.01)], 1 << 30)
+    slow = best_groups(ends, cost, [Beside(10.0)], 1 << 30)
+    even = best_groups(ends, cost, [Beside(1.0)], 1 << 30)
     assert fast[0] == (0, 32) or len(fast) <= 2, "nothing to hide: one group"
     assert slow[0][1] <= 4, "the forward begins early"
     assert even[0][1] <= 2 and even[-1][1] - even[-1][0] <= 2, "small first, small last"
-    unknown = best_groups(ends, cost, [0.25, 0.5, 1.0, 2.0], 1 << 30)
+    unknown = best_groups(ends, cost, [Beside(0.25), Beside(0.5), Beside(1.0), Beside(2.0)], 1 << 30)
     for layer_s in (0.25, 0.5, 1.0, 2.0):
-        best = min(layers_done(p, ends, cost, layer_s)[1] for p in patterns(32))
-        assert layers_done(unknown, ends, cost, layer_s)[1] < 1.1 * best
+        best = min(layers_done(p, ends, cost, Beside(layer_s))[1] for p in patterns(32))
+        assert layers_done(unknown, ends, cost, Beside(layer_s))[1] < 1.1 * best
+
+
+def test_groups_are_larger_where_their_descriptors_hold_the_launches() -> None:
+    """Ten layers' time a group: a forward that waits for its launches is through later by each of them."""
+    ends = [100 * i for i in range(33)]
+
+    def cost(nbytes: int, first: bool) -> GroupTimes:
+        return GroupTimes(0.1, nbytes / 100, nbytes / 100, 0.0, 0.0 if first else 10.0)
+
+    ahead = best_groups(ends, cost, [Beside(1.0)], 1 << 30)
+    behind = best_groups(ends, cost, [Beside(1.0, launches=True)], 1 << 30)
+    both = best_groups(ends, cost, [Beside(1.0), Beside(1.0, launches=True)], 1 << 30)
+    assert len(behind) < len(both) < len(ahead)
 
 
 def test_a_first_group_that_costs_less_is_small() -> None:
     """Submitting what the forward waits for costs half: then the forward may begin early at no loss."""
     ends = [100 * i for i in range(33)]
     groups = best_groups(
-        ends, lambda nbytes, first: on_the_link(nbytes / 100, 1.0 if first else 2.0), [3.0], 1 << 30
+        ends, lambda nbytes, first: on_the_link(nbytes / 100, 1.0 if first else 2.0), [Beside(3.0)], 1 << 30
     )  # fmt: skip
     assert groups[0] == (0, 1) and groups[1][1] - groups[1][0] > 1
 
@@ -214,15 +231,18 @@ def test_small_last_groups_are_submitted_ahead_of_the_link() -> None:
     """Submitting a group takes as long as four layers on the link: larger ones leave time for a small one behind them,
     and little is left to compute when all is there."""
     ends = [100 * i for i in range(33)]
-    sizes = [b - a for a, b in best_groups(ends, lambda nbytes, first: on_the_link(nbytes / 100, 4.0), [0.3], 1 << 30)]
-    assert sizes[-1] < 4 < sizes[-2]
+    sizes = [
+        b - a
+        for a, b in best_groups(ends, lambda nbytes, first: on_the_link(nbytes / 100, 4.0), [Beside(0.3)], 1 << 30)
+    ]
+    assert sizes[-1] < 4 < max(sizes[:-1])
 
 
 def test_groups_fit_a_ring_slot() -> None:
     ends = [100 * i for i in range(33)]
-    groups = best_groups(ends, lambda nbytes, first: on_the_link(1.0), [1.0], 450)
+    groups = best_groups(ends, lambda nbytes, first: on_the_link(1.0), [Beside(1.0)], 450)
     assert max(stop - start for start, stop in groups) <= 4
-    assert best_groups(ends, lambda nbytes, first: on_the_link(1.0), [1.0], 50) == tuple(layer_groups(32, 1))
+    assert best_groups(ends, lambda nbytes, first: on_the_link(1.0), [Beside(1.0)], 50) == tuple(layer_groups(32, 1))
 
 
 # -- a real GPU --------------------------------------------------------------------------------------
