@@ -36,9 +36,9 @@ BESIDE_LAUNCHES_US = 0.4
 PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
-# A forward beside its load takes longer than alone. One that fills the GPU takes a tenth more. Of one that waits for its
-# launches, the thread that launches is held for so much of the time in which descriptors are written. One or the other
-# fits each of 14 loads on H200s with fast and slow CPUs within 3 %. Nobody says which it is: groups are cut for both.
+# A forward beside its load takes longer than alone. One that fills the GPU takes a tenth more. Of one that waits for
+# its launches, the thread that launches is held for so much of the time in which descriptors are written. One or the
+# other fits each of 14 loads on H200s with fast and slow CPUs within 3 %. Nobody says which it is: both count.
 SLOWED, HELD = 1.1, 0.55
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
