@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ from kvtransfer.commands import (
 )
 from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import TransferHandle
-from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, KVTransferError, TierError, TransferCancelled
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.layer_loads import LayerLoad, LayerLoads
@@ -42,6 +40,7 @@ from kvtransfer.tiers.deadlines import Deadlines
 from kvtransfer.tiers.host_size import resize_host
 from kvtransfer.tiers.keys import Shard
 from kvtransfer.under_way import CANCELLED, ERROR, Under, UnderWay
+from kvtransfer.worker import Worker
 
 CORRUPT = CODES[PageStatus.CORRUPT]
 GRACE_S = 2.0  # beyond a tier's own deadline, before it is asked to stop
@@ -94,9 +93,9 @@ class Mover:
         self._deadlines = Deadlines("mover", lambda: None)
         # One thread begins what somebody waits for, one what reads a lot of memory first (to seal it), one resizes:
         # none is an engine's or a tier's.
-        self._reading = ThreadPoolExecutor(1, "kvtransfer-reads")
-        self._writing = ThreadPoolExecutor(1, "kvtransfer-writes")
-        self._sizing = ThreadPoolExecutor(1, "kvtransfer-resizes")
+        self._reading = Worker("kvtransfer-reads")
+        self._writing = Worker("kvtransfer-writes")
+        self._sizing = Worker("kvtransfer-resizes")
         self._tiers = threading.Lock()  # held while tiers are told of the host's memory
         for name, tier in (tiers or {}).items():
             self.attach(name, tier)
@@ -124,10 +123,10 @@ class Mover:
                 self._transfer(under, command)
             elif isinstance(command, Relocate | Resize):
                 thread = self._writing if isinstance(command, Relocate) else self._sizing
-                thread.submit(call_subscriber, partial(self._on_host, under, command))
+                self._hand_over(thread, under, partial(self._on_host, under, command))
             else:
                 thread = self._reading if isinstance(command, Promote | Lookup) else self._writing
-                thread.submit(call_subscriber, partial(self._begin, under, command))
+                self._hand_over(thread, under, partial(self._begin, under, command))
 
     def load(self, number: int, *, pages: int = 1, timeout_s: float = 0.0) -> LayerLoad:
         """The parts of a load (`Load.load`) that have been submitted, to wait for its layers: for whoever launches the
@@ -257,6 +256,12 @@ class Mover:
         self.close(drain=error is None)
 
     # --- inside
+
+    def _hand_over(self, thread: Worker, under: Under, work: Callable[[], object]) -> None:
+        try:
+            thread.submit(work)
+        except RuntimeError:  # it takes no more: the interpreter ends
+            self._under.end(under, bytes([ERROR]) * positions(under.command), "the mover's threads have ended")
 
     def _close_lower(self, name: str, lower: LowerTier, drain: bool, timeout_s: float) -> None:
         """Holding ``_tiers``. The tier is forgotten unless it is to be closed again."""

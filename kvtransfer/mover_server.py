@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -11,8 +11,8 @@ import msgspec
 
 from kvtransfer.channel import AnyFrame, Call, Channel, Reply
 from kvtransfer.commands import Ack
-from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.mover import Mover
+from kvtransfer.worker import Worker
 
 VERBS = ("facts", "stats", "attach", "detach", "close")
 
@@ -27,7 +27,7 @@ class _Server:
     def __init__(self, connection: Connection, mover: Mover) -> None:
         self._mover = mover
         self._over = threading.Event()
-        self._calling = ThreadPoolExecutor(1, "kvtransfer-calls")  # they may take long: commands go on
+        self._calling = Worker("kvtransfer-calls")  # they may take long: commands go on
         self._channel = Channel(connection, self._received, self._ended, "kvtransfer-cache")
         mover.answer = self._channel.send
 
@@ -40,7 +40,7 @@ class _Server:
 
     def _received(self, message: AnyFrame) -> None:
         if isinstance(message, Call):
-            self._calling.submit(call_subscriber, lambda: self._call(message))
+            self._calling.submit(partial(self._call, message))
         elif not isinstance(message, Ack | Reply):
             self._mover.submit([message])  # on the reading thread: fences are recorded now
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -27,6 +27,7 @@ from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError, UnavailableError
 from kvtransfer.mover_facts import MoverFacts, TierFacts, TierState
 from kvtransfer.tiers.base import PageStatus
+from kvtransfer.worker import Worker
 
 if TYPE_CHECKING:
     from kvtransfer.layer_loads import LayerLoad
@@ -54,7 +55,7 @@ class RemoteMover:
         self._calls: dict[int, Future[Any]] = {}
         self._last_call = 0
         self._gone = ""
-        self._refusing: ThreadPoolExecutor | None = None
+        self._refusing: Worker | None = None
         self._refuser: int | None = None
         self._channel = Channel(connection, self._received, self._ended, "kvtransfer-mover")
         self._channel.start()
@@ -68,13 +69,13 @@ class RemoteMover:
             with self._lock:
                 gone = self._gone
                 if gone and self._refusing is None:
-                    self._refusing = ThreadPoolExecutor(1, "kvtransfer-refuses")
+                    self._refusing = Worker("kvtransfer-refuses")
             if not gone:
                 self._channel.send(command)
             elif not isinstance(command, Cancel):
                 assert self._refusing is not None
                 try:
-                    self._refusing.submit(call_subscriber, partial(self._refuse, command, gone))
+                    self._refusing.submit(partial(self._refuse, command, gone))
                 except RuntimeError:  # closed: it takes no more
                     call_subscriber(partial(self._answer_error, command, gone))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -14,6 +13,7 @@ from kvtransfer.commands import CODES, Ack, Command, positions
 from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import TransferError
 from kvtransfer.tiers.base import PageStatus
+from kvtransfer.worker import Worker
 
 ERROR, CANCELLED = CODES[PageStatus.ERROR], CODES[PageStatus.CANCELLED]
 _EARLY = 4096  # cancels that came before their commands, remembered
@@ -50,7 +50,7 @@ class UnderWay:
         self._under: dict[int, Under] = {}
         self._early: OrderedDict[int, None] = OrderedDict()
         self._closing = False
-        self._telling = ThreadPoolExecutor(1, "kvtransfer-tells")
+        self._telling = Worker("kvtransfer-tells")
         self._teller: int | None = None
 
     def enter(self, command: Command) -> Under | None:
@@ -108,7 +108,7 @@ class UnderWay:
     def later(self, work: Callable[[], object]) -> None:
         """Do something on the telling thread; once that has ended, at once."""
         try:
-            self._telling.submit(call_subscriber, work)
+            self._telling.submit(work)
         except RuntimeError:  # it takes no more
             call_subscriber(work)
 

@@ -1,0 +1,81 @@
+"""Worker: one thread that does what it is given, in order.
+
+Python's own executors take no more work as soon as the main thread has ended, though other threads go on: a server
+whose main thread only starts the others would have a mover that answers nothing. This one works until the
+interpreter ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from kvtransfer.kernels.callbacks import call_subscriber
+
+LEAVE_S = 5.0  # for what a thread is at when the interpreter ends
+
+
+class Worker:
+    """See the module. Thread-safe. The thread starts with the first task; a task that raises ends nothing."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._changed = threading.Condition()
+        self._tasks: deque[Callable[[], object]] = deque()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        _workers.add(self)
+
+    def submit(self, task: Callable[[], object]) -> None:
+        """Do it after what was given before. Raises RuntimeError once it takes no more."""
+        with self._changed:
+            if self._closing:
+                raise RuntimeError(f"{self._name}: it is closed")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._tasks.append(task)
+            self._changed.notify()
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Take no more; the thread ends once it has done what it was given. ``wait`` until then. Idempotent."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            thread = self._thread
+        if wait and thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def leave(self) -> None:
+        """The interpreter ends: what the thread is at is the last that it does."""
+        with self._changed:
+            self._tasks.clear()
+            self._closing = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(LEAVE_S)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._tasks and not self._closing:
+                    self._changed.wait()
+                if not self._tasks:
+                    return
+                task = self._tasks.popleft()
+            call_subscriber(task)
+            del task  # what it holds is not kept while this thread sleeps
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    for worker in list(_workers):
+        worker.leave()
