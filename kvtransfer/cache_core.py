@@ -67,6 +67,7 @@ class CacheCore:
         self._fetching: dict[PrefetchJob, None] = {}
         self._going = threading.RLock()
         self._closed = self._closing = False
+        self._closer = 0  # the thread that closes, or did
         self._sizing = threading.RLock()
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
@@ -207,8 +208,8 @@ class CacheCore:
         return self.scope if scope is None else scope
 
     def _deadline(self, deadline_s: float | None) -> float:
-        if deadline_s is not None and not 0 < deadline_s <= 1e6:
-            raise ConfigError(f"deadline_s: expected seconds above 0, got {deadline_s}")
+        if deadline_s is not None and not (isinstance(deadline_s, int | float) and 0 < deadline_s <= 1e6):
+            raise ConfigError(f"deadline_s: expected seconds above 0, got {deadline_s!r}")
         return self.deadline_s if deadline_s is None else deadline_s
 
     def _checked(self, page_ids: PageIds) -> NDArray[np.int64]:

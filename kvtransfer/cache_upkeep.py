@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -124,13 +125,15 @@ class CacheUpkeep(CacheCore):
         """
         until = time.monotonic() + timeout_s
         with self.news:
-            if self._dropped is None and self.mover.is_own_thread():
+            mine = self._closing and self._closer == threading.get_ident()
+            if self._dropped is None and (mine or self.mover.is_own_thread()):
                 raise TierError("close: a callback can't wait for what its own thread has to tell")
             if not self.news.wait_for(lambda: not self._closing, timeout_s):  # another thread does it
                 raise DeadlineExceeded(f"close: another thread was at it still after {timeout_s:g} s")
             if self._dropped is not None:
                 return self._dropped
             self._closed = self._closing = True
+            self._closer = threading.get_ident()
         try:
             return self._close(drain, until)
         finally:

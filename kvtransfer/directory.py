@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvtransfer.books import INDEX_KINDS, Book, TierFigures, TierPlan
 from kvtransfer.commands import Ack, Command, Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Job, Move, PrefixHit, page_ids_of
+from kvtransfer.jobs import Job, Move, PrefixHit, is_whole, page_ids_of
 from kvtransfer.keeping import Keeping
 from kvtransfer.kernels.errors import ConfigError, LayoutError, OwnershipError
 from kvtransfer.moves import CANCELLED, ERROR
@@ -120,17 +120,17 @@ class Directory(Keeping):
         device tier, if there is one, then of the others: of each page the fastest tier that has it. It counts as a
         use. Raises LayoutError on bad tokens.
         """
-        if device_pages < 0:
-            raise LayoutError(f"device_pages: expected at least 0, got {device_pages}")
-        scope = scope or Scope()
+        if not is_whole(device_pages, 0):
+            raise LayoutError(f"device_pages: expected a whole number of at least 0, got {device_pages!r}")
+        scope, ids = scope or Scope(), np.frombuffer(token_bytes(tokens), dtype="<u4")
         with self._working():
             self._look_after()
-            found = self._index.match(tokens, scope.name())
-            device_pages = min(device_pages, len(tokens) // self._index.page_size)
+            found = self._index.match(ids, scope.name())
+            device_pages = min(int(device_pages), ids.size // self._index.page_size)
             hit = self._hit(scope, found, device_pages)
             self._index.lock(hit.node)
             self._matches += 1
-            self._asked_tokens += len(tokens)
+            self._asked_tokens += ids.size
             self._hit_tokens += hit.tokens
             for tier, count in hit.tokens_by_tier.items():
                 self._hit_pages[tier] = self._hit_pages.get(tier, 0) + count // self._index.page_size
@@ -195,18 +195,18 @@ class Directory(Keeping):
         gives these pages up; a write-back policy writes them now. Pages that the policy leaves out are CANCELLED.
         Raises LayoutError if the ids are too many or too few.
         """
-        scope = scope or Scope()
-        total = len(tokens) // self._index.page_size
+        if not is_whole(first, 0):
+            raise LayoutError(f"store: expected first of at least 0, got {first!r}")
+        scope, given = scope or Scope(), np.frombuffer(token_bytes(tokens), dtype="<u4")
+        total = given.size // self._index.page_size
         ids = page_ids_of(page_ids, max(0, total - first), "store")
-        if first < 0:
-            raise LayoutError(f"store: expected first of at least 0, got {first}")
         with self._working():
             job = Job("store", first, ids.size)
             job.ids = ids
             if not ids.size:
                 self._ended.append(job)
                 return job
-            found = self._index.insert(tokens, scope.name(), priority=priority)
+            found = self._index.insert(given, scope.name(), priority=priority)
             pages = np.arange(first, total)
             wanted = np.zeros(pages.size, dtype=np.bool_)
             policy = self._host.write

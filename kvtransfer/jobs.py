@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -246,3 +246,8 @@ def integers(given: NDArray[np.int64] | Sequence[int], what: str) -> Ids:
     if out.size and (out.ndim != 1 or out.dtype.kind not in "iu"):
         raise LayoutError(f"{what}: expected a list of integers, got shape {out.shape} of {out.dtype}")
     return out.astype(np.int64).reshape(-1)
+
+
+def is_whole(given: object, least: int) -> TypeGuard[int]:
+    """Whether it is a whole number of at least ``least``: neither 2.5 nor True is one."""
+    return isinstance(given, int | np.integer) and not isinstance(given, bool) and int(given) >= least

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from kvtransfer.books import INDEX_KINDS, Book, TierPlan
 from kvtransfer.commands import OK, Scope
 from kvtransfer.index import PrefixIndex
-from kvtransfer.jobs import Job, Move, Segment, page_ids_of
-from kvtransfer.kernels.errors import CapacityError, ConfigError
+from kvtransfer.jobs import Job, Move, Segment, is_whole, page_ids_of
+from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError
 from kvtransfer.moves import CANCELLED
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import Prefetching
 from kvtransfer.radix import Match
-from kvtransfer.tiers.keys import Tokens
+from kvtransfer.tiers.keys import Tokens, token_bytes
 from kvtransfer.tree import ABSENT, Ids, Node
 
 
@@ -58,10 +58,12 @@ class Keeping(Prefetching):
         it holds elsewhere already: those ids stay the caller's."""
         if self._device is None:
             raise ConfigError("place: expected a tier of kind device, got none; give one to the directory")
-        scope = scope or Scope()
-        ids = page_ids_of(page_ids, max(0, len(tokens) // self._index.page_size - first), "place")
+        if not is_whole(first, 0):
+            raise LayoutError(f"place: expected first of at least 0, got {first!r}")
+        scope, given = scope or Scope(), np.frombuffer(token_bytes(tokens), dtype="<u4")
+        ids = page_ids_of(page_ids, max(0, given.size // self._index.page_size - first), "place")
         with self._working():
-            found = self._index.insert(tokens, scope.name())
+            found = self._index.insert(given, scope.name())
             new: NDArray[np.bool_] = self._index.codes(found, self._device.name, first) == ABSENT
             self._index.write(found.node, self._device.name, np.flatnonzero(new) + first, ids[new])
             self._device.used += int(new.sum())
@@ -119,9 +121,9 @@ class Keeping(Prefetching):
         job = Job("resize", 0, 1)
         with self._working():
             book = self._book(tier)
-            if book.capacity is None or capacity_pages < 1:
+            if book.capacity is None or not is_whole(capacity_pages, 1):
                 raise ConfigError(
-                    f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages}"
+                    f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages!r}"
                 )
             if book.is_slots:
                 if capacity_pages > book.extents.count:
@@ -196,6 +198,8 @@ class Keeping(Prefetching):
 
     def pin(self, tokens: Tokens, scope: Scope | None = None, *, ttl_s: float) -> int:
         """Hold what is there of ``tokens`` for ``ttl_s`` seconds (`tick` lets go). How many pages."""
+        if not (isinstance(ttl_s, int | float) and ttl_s >= 0):  # a NaN would never come, nor be over
+            raise ConfigError(f"pin: expected ttl_s of 0 seconds or more, got {ttl_s!r}")
         with self._working():
             found = self._index.match(tokens, (scope or Scope()).name(), use=False)
             pages = self._where(found, 0)[0]

@@ -23,7 +23,8 @@ folder, end = sys.argv[1:]
 spec = KVSpec.attention(num_layers=2, page_size=4, kv_heads=2, head_dim=32, itemsize=2)
 pool = KVPool.allocate("sglang.layer_first", spec=spec, num_pages=48, device="cpu")
 tiers = {"host": {"pages": 16}, "disk": {"paths": [folder], "cache_gb": 0.05}}
-config = load_config(arguments={"tiers": tiers, "prefetch": {"min_tokens": 0}, "namespace": {"model": "m"}}, environment={})
+more = {"prefetch": {"min_tokens": 0}, "namespace": {"model": "m"}}
+config = load_config(arguments={"tiers": tiers, **more}, environment={})
 cache = TieredCache.create(pool, config)
 
 

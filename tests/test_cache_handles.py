@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from engine_helpers import LIMIT_S, until
 from kvtransfer.cache import TieredCache
 from kvtransfer.directory import Directory
 from kvtransfer.hooks import layerwise
-from kvtransfer.kernels.errors import CapacityError, ConfigError, DeadlineExceeded, LayoutError, TransferError
+from kvtransfer.kernels.errors import (
+    CapacityError,
+    ConfigError,
+    DeadlineExceeded,
+    LayoutError,
+    TierError,
+    TransferError,
+)
 from kvtransfer.layer_loads import KEPT
 from kvtransfer.tiers.base import PageStatus
 
@@ -117,6 +125,27 @@ def test_a_callback_can_not_wait_for_its_own_thread(make: MakeRig) -> None:  # n
     until(lambda: len(met) == 2, "both were told")
     assert all("callback can't wait" in text for text in met)
     rig.give(pages)
+
+
+def test_a_callback_of_the_thread_that_closes_can_not_wait_for_that(make: MakeRig) -> None:  # noqa: F811
+    """Closing cancels what waits for room, and tells so on the thread that closes."""
+    rig = make(slots=4)
+    rig.do("hold", "copy_out")
+    rig.cache.store(rig.tokens(4), rig.take(4))
+    waiting = rig.cache.store(rig.tokens(4), rig.take(4))
+    met: list[tuple[int, float, str]] = []
+
+    def close(handle: Any) -> None:
+        begun = time.monotonic()
+        with pytest.raises(TierError) as error:
+            rig.cache.close()
+        met.append((threading.get_ident(), time.monotonic() - begun, str(error.value)))
+
+    waiting.add_done_callback(close)
+    threading.Timer(0.2, lambda: rig.do("let_go")).start()
+    rig.cache.close(drain=False, timeout_s=LIMIT_S)
+    ((thread, took_s, said),) = met
+    assert thread == threading.get_ident() and took_s < 1 and "callback can't wait" in said
 
 
 def test_a_callback_that_raises_spoils_nothing(make: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -875,8 +875,24 @@ def test_what_can_not_be_is_refused_before_anything_is_touched() -> None:
             directory.load(hit, ids_)
     with pytest.raises(OwnershipError, match="one that was released"):
         directory.load(hit, [1, 2, 3, 4])
-    with pytest.raises(LayoutError, match="device_pages"):
-        directory.match([1], device_pages=-1)
+    for few in (-1, 2.5, True, None, float("nan")):
+        with pytest.raises(LayoutError, match="device_pages"):
+            directory.match(list(range(8)), device_pages=few)  # type: ignore[arg-type]
+        for verb in (directory.store, directory.place):
+            with pytest.raises(LayoutError, match="first"):
+                verb(list(range(8)), [1, 2, 3, 4], first=few)  # type: ignore[arg-type]
+    for verb in (directory.match, directory.prefetch, lambda tokens: directory.store(tokens, [3])):
+        for tokens in (5, (n for n in range(8)), [[1, 2]], [1.5, 2.5]):
+            with pytest.raises(LayoutError, match="tokens"):
+                verb(tokens)  # type: ignore[operator]
+    with directory.match(None) as nothing:  # type: ignore[arg-type]
+        assert nothing.pages == 0
+    for ttl in (float("nan"), -1.0, "5"):
+        with pytest.raises(ConfigError, match="ttl_s"):
+            directory.pin(list(range(8)), ttl_s=ttl)  # type: ignore[arg-type]
+    for size in (2.5, float("nan"), True, "4", None, 0):
+        with pytest.raises(ConfigError, match="1 page or more"):
+            directory.resize("host", size)  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match="tokens"):
         directory.store([1, -1], [3])
     with pytest.raises(ConfigError, match="one of device, host, got 'disc'"):

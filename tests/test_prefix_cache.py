@@ -14,8 +14,9 @@ from tiny_models import FAMILIES, tiny_model
 
 from kvtransfer.commands import Command, Store, ids
 from kvtransfer.integrations.kv_digests import kv_digests
+from kvtransfer.integrations.prefix_run import PrefixRun
 from kvtransfer.integrations.transformers import PagedCache, PrefixCache
-from kvtransfer.kernels.errors import CapacityError, ConfigError
+from kvtransfer.kernels.errors import CapacityError, ConfigError, TransferError
 from kvtransfer.mover import Mover
 from kvtransfer.tiers.faulty import Fault, FaultyTier, Kind
 from kvtransfer.tiers.host import HostTier
@@ -288,6 +289,54 @@ def test_a_page_damaged_in_host_memory_is_computed_again(llama: tuple[PrefixCach
     assert (tokens, cached, prefixes.stats().retries) == (expected, 4 * PAGE, 1)
     assert seen == [*row, *tokens[0], -1], "the prompt or a token was handed out twice"
     assert ask(prefixes, model, [row])[1] == [64], "it was stored again"
+
+
+@pytest.mark.parametrize("fails", [(1,), (2,), (1, 2), (-1,), (-1, 2), (1, -2), (-1, -2)])
+def test_a_streamer_has_the_prompt_once(
+    llama: tuple[PrefixCache, Any], fails: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever tries fail: before (-) or after they have handed the prompt over."""
+    prefixes, model = llama
+    (row,) = prompts_of([40])
+    expected, _ = ask(prefixes, model, [row])
+    seen: list[int] = []
+    tries = [0]
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            seen.extend(value.reshape(-1).tolist())
+
+        def end(self) -> None:
+            seen.append(-1)
+
+    real = prefixes.forward
+
+    def forward(model: Any, run: Any, options: dict[str, Any]) -> Any:
+        tries[0] += 1
+        if tries[0] in fails:
+            options["streamer"].put(run.batch.ids)
+        if {tries[0], -tries[0]} & {*fails}:
+            raise TransferError("a page did not come")
+        return real(model, run, options)
+
+    monkeypatch.setattr(prefixes, "forward", forward)
+    tokens, _ = ask(prefixes, model, [row], streamer=Streamer())
+    assert tokens == expected and tries[0] == (max(map(abs, fails)) + 1 if 1 in map(abs, fails) else 1)
+    assert seen == [*row, *tokens[0], -1]
+
+
+def test_pages_of_a_run_whose_end_was_interrupted_go_back_later(
+    llama: tuple[PrefixCache, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefixes, model = llama
+    (row,) = prompts_of([40])
+    prefixes.generate(model, [row], max_new_tokens=2, do_sample=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixRun, "wait", lambda run: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            prefixes.flush()
+    prefixes.flush()
+    assert len(prefixes.pool.allocate_pages(prefixes.pool.num_pages)) == prefixes.pool.num_pages
 
 
 def test_a_host_tier_that_fails_always_costs_two_forwards(llama: tuple[PrefixCache, Any]) -> None:

@@ -29,7 +29,7 @@ from kvtransfer.group import RankGroup
 from kvtransfer.integrations.model_spec import cache_keyword
 from kvtransfer.integrations.paged_cache import PagedCache
 from kvtransfer.integrations.prefix_build import lay_ground
-from kvtransfer.integrations.prefix_parts import PrefixStats, WithoutPrompt, end_tokens, new_tokens
+from kvtransfer.integrations.prefix_parts import PrefixStats, PromptOnce, end_tokens, new_tokens
 from kvtransfer.integrations.prefix_run import PrefixRun
 from kvtransfer.integrations.prompt_batch import Ids, PromptBatch
 from kvtransfer.kernels.errors import CapacityError, ConfigError, DeadlineExceeded, TransferError
@@ -151,7 +151,12 @@ class PrefixCache:
         longest = batch.columns + new_tokens(model, batch.columns, options)
         self._await_stores(batch)
         self._fetch(batch)
+        streamer = options.get("streamer")
+        if streamer is not None:
+            streamer = options["streamer"] = PromptOnce(streamer)
         for attempt in range(1, _TRIES + 1):
+            if streamer is not None:
+                streamer.begin()
             run = self._reserve(model, batch, longest)
             try:
                 if attempt < _TRIES:
@@ -164,8 +169,6 @@ class PrefixCache:
                 if attempt == _TRIES or not run.loaded:
                     raise
                 self._count(retries=1)
-                if attempt == 1 and options.get("streamer") is not None:
-                    options["streamer"] = WithoutPrompt(options["streamer"])
                 continue
             except BaseException:
                 run.end()
@@ -288,7 +291,12 @@ class PrefixCache:
             if not self._leaving or not (wait or self._leaving[0].done()):
                 return False
             run = self._leaving.popleft()
-        moved = run.end()
+        try:
+            moved = run.end()
+        except BaseException:  # interrupted, or its pages are under a transfer still: they are to go back later
+            with self._lock:
+                self._leaving.appendleft(run)
+            raise
         self._count(loaded_pages=moved.loaded, stored_pages=moved.stored, lost_pages=moved.lost)
         return True
 

@@ -27,16 +27,22 @@ class PrefixStats:
     lost_pages: int = 0
 
 
-class WithoutPrompt:
-    """A streamer that has seen the prompt already, which `generate` hands over first."""
+class PromptOnce:
+    """A streamer over several tries, each of which hands over the prompt first, if it gets so far: ``streamer`` has it
+    once. Call `begin` before each."""
 
     def __init__(self, streamer: Any) -> None:
-        self._streamer, self._first = streamer, True
+        self._streamer = streamer
+        self._given, self._first = False, True
+
+    def begin(self) -> None:
+        self._first = True
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._first:
+        again, self._first = self._first and self._given, False
+        if not again:
+            self._given = True
             self._streamer.put(value)
-        self._first = False
 
     def end(self) -> None:
         self._streamer.end()
