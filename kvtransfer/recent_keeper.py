@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtransfer.index import PrefixIndex
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.kernels.events import NO_OBSERVER, Observer
+from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.recent import RecentPrefix, last_used, read_recent, write_recent
 
 
@@ -30,6 +30,7 @@ class RecentKeeper:
         if count < 1 or not every_s > 0:
             raise ConfigError(f"recent: expected at least 1 prefix and seconds above 0, got {count} and {every_s}")
         self.file = file
+        observer = HeardOut(observer)  # a cache closes whatever it raises
         self._index, self._count, self._every_s, self._observer = index, count, every_s, observer
         self._lock = threading.Lock()
         self._written = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -256,6 +257,27 @@ def test_the_keeper_writes_now_and_then_and_keeps_the_earlier_ones(side: Guarded
         assert [what for what, _ in told.notes] == ["recent.failed"]
         with pytest.raises(ConfigError):
             RecentKeeper(cache.directory.index, file, 0)
+
+
+def test_a_cache_closes_whatever_its_observer_raises(
+    side: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where its file can't be written, and that is told too."""
+    raised: list[str] = []
+    monkeypatch.setattr(threading, "excepthook", lambda told: raised.append(str(told.exc_value)))
+
+    class Rude(Observer):
+        def noted(self, what: str, **fields: Any) -> None:
+            if what.startswith(("recent", "cache")):
+                raise ValueError(what)
+
+    with created(side, configured(), observer=Rude()) as cache:
+        keeper = RecentKeeper(cache.directory.index, tmp_path / "no" / "folder", observer=cache.observer)
+        monkeypatch.setattr(cache, "_recent", keeper)
+        store(cache, side, tokens_of(2))
+        dropped = cache.close()
+    assert raised == ["recent.failed", "cache.closed"]
+    assert cache.close() is dropped
 
 
 def test_a_file_of_token_lists_is_warm_at_the_start(side: Guarded, tmp_path: Path) -> None:
