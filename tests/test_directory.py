@@ -881,10 +881,14 @@ def test_what_can_not_be_is_refused_before_anything_is_touched() -> None:
         for verb in (directory.store, directory.place):
             with pytest.raises(LayoutError, match="first"):
                 verb(list(range(8)), [1, 2, 3, 4], first=few)  # type: ignore[arg-type]
-    for verb in (directory.match, directory.prefetch, lambda tokens: directory.store(tokens, [3])):
-        for tokens in (5, (n for n in range(8)), [[1, 2]], [1.5, 2.5]):
-            with pytest.raises(LayoutError, match="tokens"):
-                verb(tokens)  # type: ignore[operator]
+    wrong: tuple[Any, ...] = (5, (n for n in range(8)), [[1, 2]], [1.5, 2.5])
+    for tokens in wrong:
+        with pytest.raises(LayoutError, match="tokens"):
+            directory.match(tokens)
+        with pytest.raises(LayoutError, match="tokens"):
+            directory.prefetch(tokens)
+        with pytest.raises(LayoutError, match="tokens"):
+            directory.store(tokens, [3])
     with directory.match(None) as nothing:  # type: ignore[arg-type]
         assert nothing.pages == 0
     for ttl in (float("nan"), -1.0, "5"):

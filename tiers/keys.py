@@ -58,7 +58,7 @@ def token_bytes(tokens: Tokens | None) -> memoryview:
     elif _is_tensor(tokens):
         if tokens.device.type != "cpu":
             raise LayoutError(f"tokens: expected them on the CPU, got {tokens.device}; copy them first (that waits)")
-        if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
+        if tokens.numel() and (tokens.dtype.is_floating_point or tokens.dtype.is_complex):  # an empty one is a float's
             raise LayoutError(f"tokens: expected an integer tensor, got {tokens.dtype}")
         ids = _as_ids(tokens.detach().numpy())
     else:
