@@ -352,13 +352,13 @@ class TransferHandle:
         with self._changed:
             if self._script is not None:
                 return
-            self._script = _Running(job, await_chunks, chunks)
-            self._begun += [chunk for chunk, _ in chunks]
+            self._begun = [chunk for chunk, _ in chunks]
             if self.plan.layerwise and self._pool.device.type == "cuda":
                 events = [event for _, event in chunks if isinstance(event, torch.cuda.Event)]
                 self._short = ScriptWaits(job, events, self.plan.chunks_until, self._pool.device)
             if self._cancelled:
                 job.stop()
+            self._script = _Running(job, await_chunks, chunks)  # last: half of it can be told again
             self._changed.notify_all()
 
     def stop_script(self) -> None:
