@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
-from kvtransfer.ending import Ending
+from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError
 
 _ending = Ending()

@@ -5,7 +5,7 @@ half-way and other people's small copies do not wait behind a burst. Completions
 whether or not anybody calls in. Python in a second thread costs a forward that is being launched, so the
 thread sleeps most of the time and each wake-up is short.
 
-At the end of the interpreter the thread is ended first (`kvtransfer.ending`).
+At the end of the interpreter the thread is ended first (`kvtransfer.kernels.ending`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvtransfer.ending import Ending
 from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.lanes import as_transfer_error
 from kvtransfer.transfer import Transfer

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import time
 import weakref
 from typing import Protocol
+
+from kvtransfer.kernels.errors import TransferError
 
 LONGEST_S = 5.0  # for all to come to rest; it takes as long as what PyTorch or the driver was last asked
 
@@ -44,3 +47,36 @@ class Ending:
             leaver.leave()
         for leaver in leavers:
             leaver.left(max(0.0, until - time.monotonic()))
+
+
+class Section:
+    """A context manager around calls into C++ on threads that nobody joins. At the end of the interpreter those under
+    way are waited for, and whoever wants to begin one gets a TransferError."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._leaving = False
+        _ending.add(self)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._leaving:
+                raise TransferError("the interpreter ends")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        with self._changed:
+            self._leaving = True
+
+    def left(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside, timeout_s)
+
+
+_ending = Ending()
