@@ -5,6 +5,7 @@
  */
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { GOOD, OUT_OF_RANGE, TWICE, NO_MEMORY };
 
@@ -76,6 +77,4 @@ int kvt_all_set(const uint8_t *flags, const int64_t *ids, uint64_t n) {
 }
 
 /* to[i] = ids[i]. */
-void kvt_copy(int64_t *to, const int64_t *ids, uint64_t n) {
-  for (uint64_t i = 0; i < n; ++i) to[i] = ids[i];
-}
+void kvt_copy(int64_t *to, const int64_t *ids, uint64_t n) { memcpy(to, ids, n * sizeof *to); }

@@ -68,6 +68,7 @@ class KVPool:
         self.ledger = PageLedger(self.num_pages, f"{name} page")
         self._pages = Extents(self.num_pages, what=f"{name} page")
         self._lock = threading.Lock()
+        self._views: dict[tuple[int, int | str, torch.dtype], torch.Tensor] = {}
         if streams is None:
             streams = [torch.cuda.current_stream(self.device)] if self.device.type == "cuda" else []
         self.streams: list[Stream] = []
@@ -165,10 +166,17 @@ class KVPool:
         self.ledger.require_free(host_ids(pages, self.num_pages, f"{self.name} page", distinct=False), wait_s)
 
     def view(self, layer: int, component: int | str, dtype: torch.dtype) -> torch.Tensor:
-        """[pages, tokens, heads, dim] of one component as ``dtype``: a strided view, nothing is copied.
+        """[pages, tokens, heads, dim] of one component as ``dtype``: a strided view, nothing is copied. The same tensor
+        at each call: whoever reads a pool asks for every layer in every forward.
 
         Raises LayoutError where an axis is split over several strides or the bytes do not divide into ``dtype``.
         """
+        key = (layer, component, dtype)
+        if key not in self._views:
+            self._views[key] = self._view(layer, component, dtype)
+        return self._views[key]
+
+    def _view(self, layer: int, component: int | str, dtype: torch.dtype) -> torch.Tensor:
         components = self.spec.layers[layer]
         index = component if isinstance(component, int) else [c.name for c in components].index(component)
         c, place = components[index], self.layout.placements[layer][index]
@@ -187,8 +195,9 @@ class KVPool:
             raise LayoutError(f"{self.layout.name}: expected offsets in whole {dtype}, got {dims} at {base}")
         shape = [*(extent for extent, _ in dims), c.head_bytes // size]
         strides = [*(stride // size for _, stride in dims), 1]
-        view = torch.empty(0, dtype=dtype, device=self.device)
-        return view.set_(buffer.untyped_storage(), base // size, shape, strides)
+        with torch.inference_mode(False):  # one made in that mode could not be written to outside of it
+            view = torch.empty(0, dtype=dtype, device=self.device)
+            return view.set_(buffer.untyped_storage(), base // size, shape, strides)
 
     def __repr__(self) -> str:
         return f"KVPool({self.name!r}, {self.layout.name}, {self.num_pages} pages on {self.device})"

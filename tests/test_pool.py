@@ -176,3 +176,19 @@ def test_streams_are_declared_once_and_must_be_of_the_device() -> None:
     meta = KVPool(Layout.page_first(TINY, 2), [torch.zeros(2 * TINY.page_bytes, dtype=torch.uint8, device="meta")])
     with pytest.raises(ConfigError, match="expected streams of meta, got"):
         meta.declare_stream(a)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_views_are_made_once_and_can_be_written_to_in_any_mode(first: bool) -> None:
+    spec = KVSpec.attention(2, 4, 1, 8, 2)
+    pool = KVPool.allocate("sglang.layer_first", spec=spec, num_pages=3)
+    with torch.inference_mode(first):
+        view = pool.view(1, "k", torch.bfloat16)
+        view.fill_(1)
+    with torch.inference_mode(not first):
+        assert pool.view(1, "k", torch.bfloat16) is view and pool.view(1, "v", torch.bfloat16) is not view
+        view.fill_(2)
+    with torch.no_grad():
+        view.index_copy_(0, torch.tensor([1]), torch.full((1, 4, 1, 8), 3, dtype=torch.bfloat16))
+    assert pool.view(1, 0, torch.bfloat16)[:, 0, 0, 0].tolist() == [2, 3, 2]
+    assert pool.view(1, 0, torch.uint8).shape == (3, 4, 1, 16)

@@ -73,7 +73,6 @@ class PagedCache(Cache):
         self._loads: list[LoadInFlight] = []
         self._allow_unverified = False
         self._arrived: set[int] = set()
-        self._views: dict[tuple[int, torch.dtype, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
         self.paged: list[PagedLayer | PagedSlidingLayer] = [
             PagedLayer(self, i) if window is None else PagedSlidingLayer(self, i, window)
             for i, window in enumerate(windows)
@@ -213,10 +212,7 @@ class PagedCache(Cache):
 
     def views(self, layer: int, k_dtype: torch.dtype, v_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The pool's two components of ``layer``, (pages, page_size, heads, dim), no copy."""
-        key = (layer, k_dtype, v_dtype)
-        if key not in self._views:
-            self._views[key] = self.pool.view(layer, 0, k_dtype), self.pool.view(layer, 1, v_dtype)
-        return self._views[key]
+        return self.pool.view(layer, 0, k_dtype), self.pool.view(layer, 1, v_dtype)
 
     def wait_layer(self, layer: int) -> None:
         """Make the current stream wait for ``layer`` of the load in flight, once; the last layer reads the verdict."""
