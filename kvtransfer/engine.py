@@ -284,7 +284,8 @@ class TransferEngine:
         pending = self._pump.pending()
         dropped = [] if drain else [h for h in pending if h.cancel()]
         if not self._pump.drain(timeout_s):
-            raise DeadlineExceeded(f"close: {len(self._pump.pending())} transfers had not ended after {timeout_s:g} s")
+            when = "with the interpreter" if self._pump.leaving else f"after {timeout_s:g} s"
+            raise DeadlineExceeded(f"close: {len(self._pump.pending())} transfers had not ended {when}")
         self._pump.close()
         self._shop.lanes.close()
         if self._timeline is not None:

@@ -17,7 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError
+
+_ending = Ending()
 
 Rule = float | threading.Event
 """What holds a closure back: seconds to sleep, or a gate that another thread opens with ``set()``."""
@@ -139,21 +142,30 @@ class _Lane:
         self.failure: _Failure | None = None
         self.closing = False
         self.forgotten = False
+        self.leaving = False
+        self.working = False  # with a step, and so maybe in C++
+        self.unfinished: Callable[[], None] | None = None
+        _ending.add(self)
 
     def run(self) -> None:
         while True:
             with self.changed:
                 while not self.queue and not self.closing:
                     self.changed.wait()
-                if not self.queue:
+                if not self.queue or self.leaving:
                     break
                 step, self.running = self.queue.popleft()
+                self.working = True
             try:
                 step()
             except BaseException as error:  # kept, and raised to whoever waits: SystemExit must not end the thread
                 self.failure = self.failure or _Failure(error, self.name, self.running)
+            if not self.working:  # it was left: to free what it holds takes C++ as well
+                self.unfinished = step
+                break
             del step
             with self.changed:
+                self.working = False
                 self.completed += 1
                 self.running = ""
                 self.changed.notify_all()
@@ -163,11 +175,36 @@ class _Lane:
     def guarded(self, fn: Callable[[], object], label: str) -> None:
         if self.failure is None:
             if self.delays is not None:
-                self.delays.before(label)
+                delays = self.delays
+                self.rest(lambda: delays.before(label))
             fn()
 
+    def rest(self, wait: Callable[[], object]) -> None:
+        """Within a step: call ``wait``, which stays in Python, where the thread may be ended."""
+        with self.changed:
+            self.working = False
+            self.changed.notify_all()
+        try:
+            wait()
+        finally:
+            with self.changed:
+                self.working = not self.leaving
+        if not self.working:
+            raise DeadlineExceeded("the interpreter ended before it ran")
+
+    def leave(self) -> None:
+        """The interpreter ends: let the thread end, whatever is left to run."""
+        with self.changed:
+            self.leaving = self.closing = True
+            self.changed.notify_all()
+
+    def left(self, timeout_s: float) -> None:
+        """After `leave`: hold the caller until the step under way is through or waits, or so long."""
+        with self.changed:
+            self.changed.wait_for(lambda: not self.working, timeout_s)
+
     def follow(self, event: FifoEvent) -> None:
-        event._done.wait()
+        self.rest(event._done.wait)
         self.failure = self.failure or event._failure
 
     def forget(self) -> None:
@@ -280,7 +317,8 @@ class FifoStream:
             raise TransferError(f"stream {self.name!r} can't wait for itself from one of its closures")
         with lane.changed:
             target = lane.submitted
-            if not lane.changed.wait_for(lambda: lane.completed >= target, timeout_s):
+            lane.changed.wait_for(lambda: lane.completed >= target or lane.leaving, timeout_s)
+            if lane.completed < target:
                 raise DeadlineExceeded(self._stuck("synchronize", timeout_s))
 
     def _put(self, step: Callable[[], None], label: str) -> None:

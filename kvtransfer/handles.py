@@ -117,6 +117,7 @@ class TransferHandle:
         self._ended = False
         self._cancelled = False
         self._broken = False
+        self._abandoned = False
         self._error: KVTransferError | None = None
         self._verdict: Verdict | None = None
         self._seconds = 0.0
@@ -281,7 +282,7 @@ class TransferHandle:
     def __await__(self) -> Generator[Any, None, TransferResult]:
         future, wake = future_and_waker()
         with self._changed:
-            if self._ended or isinstance(self._error, DeadlineExceeded):
+            if self._ended or self._waits_no_more:
                 wake()
             else:
                 self._wakers.append(wake)
@@ -351,13 +352,13 @@ class TransferHandle:
         with self._changed:
             if self._script is not None:
                 return
-            self._script = _Running(job, await_chunks, chunks)
-            self._begun += [chunk for chunk, _ in chunks]
+            self._begun = [chunk for chunk, _ in chunks]
             if self.plan.layerwise and self._pool.device.type == "cuda":
                 events = [event for _, event in chunks if isinstance(event, torch.cuda.Event)]
                 self._short = ScriptWaits(job, events, self.plan.chunks_until, self._pool.device)
             if self._cancelled:
                 job.stop()
+            self._script = _Running(job, await_chunks, chunks)  # last: half of it can be told again
             self._changed.notify_all()
 
     def stop_script(self) -> None:
@@ -411,11 +412,16 @@ class TransferHandle:
         wakers: list[Callable[[], object]] = []
         with self._changed:
             self._error = self._error or error
-            if isinstance(self._error, DeadlineExceeded):
+            if self._waits_no_more:
                 wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
         for wake in wakers:
             call_subscriber(wake)
+
+    def abandon(self, error: KVTransferError) -> None:
+        """`fail`, and nobody will see the transfer end: `result` and its like wait no more."""
+        self._abandoned = True
+        self.fail(error)
 
     def step_failed(self, error: KVTransferError) -> None:
         """`fail`, and skip what the CPU's lanes still hold of the transfer."""
@@ -524,6 +530,11 @@ class TransferHandle:
         else:
             consumer.wait_event(event)
 
+    @property
+    def _waits_no_more(self) -> bool:
+        """Whether who waits for the end is to go on before it."""
+        return self._abandoned or isinstance(self._error, DeadlineExceeded)
+
     def _join(self, timeout_s: float | None, verb: str) -> None:
         if not self._ended and self._on_engine_thread():
             raise TransferError(f"{verb}: a callback can't wait for a transfer that its own thread must end")
@@ -534,7 +545,7 @@ class TransferHandle:
                     self.fail(DeadlineExceeded(f"{verb}: not through at the deadline of {self.deadline_s:g} s"))
                     assert self._error is not None
                     raise self._error
-                if isinstance(self._error, DeadlineExceeded):
+                if self._error is not None and self._waits_no_more:
                     raise self._error
                 left = None if limit is None else limit - time.monotonic()
                 if left is not None and left <= 0:

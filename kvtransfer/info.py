@@ -80,18 +80,19 @@ def queue_line(value: str | None, slow: list[str]) -> str:
     """How many hardware queues the driver spreads streams over, by the ``value`` of `QUEUES`; what that makes slow goes
     to ``slow``. Measured on an H200 (docs/performance.md, "Hardware queues")."""
     count = int(value) if value is not None and value.isdecimal() else None
+    said = "not set" if value is None else value or "empty"
     if count == 1:
         slow.append(
             f"{QUEUES}=1: relayouts wait in one queue with the model's kernels, and a transfer beside a GEMM takes "
             "three times as long (H200); 2 to 4 are best"
         )
-    elif count is None or count > MOST_QUEUES:
+    elif count is None or not 0 < count <= MOST_QUEUES:
         slow.append(
-            f"{QUEUES} is {'not set (8)' if value is None else value}: where relayouts and the model's kernels get "
+            f"{QUEUES} is {said}{' (8)' * (value is None)}: where relayouts and the model's kernels get "
             "into different groups of hardware queues, copies beside the model take 6 % longer (H200); start the "
             f"process with {QUEUES}=4"
         )
-    return f"{QUEUES}: {'not set' if value is None else value}"
+    return f"{QUEUES}: {said}"
 
 
 def _counters(index: int) -> PcieCounters:

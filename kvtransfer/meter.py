@@ -370,14 +370,16 @@ class CpuMeter:
             thread = threading.Thread(target=self._repeat, args=(work, stop), daemon=True)
             if beside:
                 thread.start()
-            started, count = time.perf_counter(), 0
-            while count < 2 or time.perf_counter() - started < seconds / 2:
-                torch.mm(a, b)
-                count += 1
-            rates.append(count / (time.perf_counter() - started))
-            stop.set()
-            if beside:
-                thread.join()
+            try:
+                started, count = time.perf_counter(), 0
+                while count < 2 or time.perf_counter() - started < seconds / 2:
+                    torch.mm(a, b)
+                    count += 1
+                rates.append(count / (time.perf_counter() - started))
+            finally:  # also at a KeyboardInterrupt: a thread in C++ must not outlive the interpreter
+                stop.set()
+                if beside:
+                    thread.join()
         return rates[1] / rates[0]
 
     @staticmethod

@@ -5,22 +5,20 @@ half-way and other people's small copies do not wait behind a burst. Completions
 whether or not anybody calls in. Python in a second thread costs a forward that is being launched, so the
 thread sleeps most of the time and each wake-up is short.
 
-At the end of the interpreter the thread is ended first. One that asks an event while Python goes away is ended by
-Python in the middle of PyTorch's C++, which aborts the process ("terminate called without an active exception").
+At the end of the interpreter the thread is ended first (`kvtransfer.kernels.ending`).
 """
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 
 import torch
 
 from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.lanes import as_transfer_error
 from kvtransfer.transfer import Transfer
@@ -28,8 +26,9 @@ from kvtransfer.workshop import Workshop
 
 SHORTEST_NAP_S = 0.0001
 LONGEST_NAP_S = 0.001  # a 32 MiB chunk takes 0.6 ms at 55 GB/s, and the ring holds six
-LEAVE_S = 5.0  # for the thread to end with the interpreter; it takes as long as what the driver was last asked
 LONGEST_SLEEP_S = 0.02  # while nothing is due: each wake-up takes the GIL from a thread that launches a forward
+
+_ending = Ending()
 
 
 class Pump:
@@ -45,7 +44,7 @@ class Pump:
         self._closing = False
         self._leaving = False
         self._woken = False
-        _pumps.add(self)
+        _ending.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:
         """Submit ``transfer`` after those enqueued before it."""
@@ -68,10 +67,16 @@ class Pump:
     def idle(self) -> bool:
         return not self._queue and not self._flight
 
+    @property
+    def leaving(self) -> bool:
+        """Whether the interpreter ends: what is on its way won't be seen to end."""
+        return self._leaving
+
     def drain(self, timeout_s: float | None) -> bool:
-        """Hold the caller until nothing is queued or in flight; False when the time is up."""
+        """Hold the caller until nothing is queued or in flight; False when the time is up, or nobody will see it."""
         with self._changed:
-            return self._changed.wait_for(self.idle, timeout_s)
+            self._changed.wait_for(lambda: self.idle() or self._leaving, timeout_s)
+            return self.idle()
 
     def pending(self) -> list[TransferHandle]:
         """Handles of everything not yet acknowledged."""
@@ -88,13 +93,18 @@ class Pump:
             thread.join()
 
     def leave(self) -> None:
-        """The interpreter ends: end the thread, whatever is on its way. Who still waits for a transfer is told."""
+        """The interpreter ends: let the thread end, whatever is on its way."""
         with self._changed:
             self._leaving = self._closing = self._woken = True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is not None:
-            thread.join(LEAVE_S)
+
+    def left(self, timeout_s: float) -> None:
+        """After `leave`: hold the caller until the thread has ended, or so long. Who waits for a transfer is told."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+        for handle in self.pending():
+            handle.abandon(DeadlineExceeded("the interpreter ended before the transfer did"))
 
     def _add(self, append: Callable[[Transfer], None], transfer: Transfer) -> None:
         with self._changed:
@@ -126,7 +136,6 @@ class Pump:
                     self._woken = False
         for handle in self.pending():  # the interpreter ends
             handle.stop_script()
-            handle.fail(DeadlineExceeded("the interpreter ended before the transfer did"))
         for submitter in self._shop.submitters.values():
             submitter.close()
 
@@ -278,15 +287,6 @@ class Pump:
             if transfer.started and transfer.handle.final_event is None:
                 transfer.finish()
         return transfer.handle.final_event is None
-
-
-_pumps: weakref.WeakSet[Pump] = weakref.WeakSet()
-
-
-@atexit.register
-def _leave() -> None:
-    for pump in list(_pumps):
-        pump.leave()
 
 
 def _left(handle: TransferHandle) -> list[int]:

@@ -58,10 +58,11 @@ def hand_over(transfer: HostTransfer) -> bool:
     assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and transfer.pages is not None
     submitter = shop.submitters[transfer.plan.direction]
     chunks, pages = transfer.plan.chunks, transfer.plan.pages
-    slots = shop.ring.try_take(min(shop.ring.share, len(chunks)))
-    if slots is None:
-        return False
+    slots: list[RingSlot] | None = None
     try:
+        slots = shop.ring.try_take(min(shop.ring.share, len(chunks)))
+        if slots is None:
+            return False
         desk = transfer.desk = _desk(shop, pages)
         tools = id_tools()
         tools.copy(desk.slots, transfer.slots)
@@ -80,12 +81,11 @@ def hand_over(transfer: HostTransfer) -> bool:
         transfer.handle.script_started(job, submitter.await_chunks, bound.chunks)
     except BaseException:
         if transfer.handed is not None and transfer.handed.job.given:  # a KeyboardInterrupt behind it: it is under way
-            transfer.handle.script_started(transfer.handed.job, submitter.await_chunks, bound.chunks)
             transfer.handed.job.stop()
+            transfer.handle.script_started(transfer.handed.job, submitter.await_chunks, bound.chunks)
             raise
         transfer.handed, transfer.handed_over = None, False
-        transfer.handle.script_ended(failed=False)
-        for slot in slots:
+        for slot in slots or ():
             shop.ring.give(slot, None)
         raise
     return True

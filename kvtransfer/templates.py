@@ -45,6 +45,7 @@ CHUNKS_AHEAD = 8  # submitted and not through: more than a job has ring slots, f
 HASTY_CHUNKS, HASTY_DESCRIPTORS = 2, 16
 LEAST_PAGES = 256  # of a desk
 MOST_BOUND = 16  # templates laid out on one desk
+MOST_RINGS = 32  # sets of ring slots that a template on a desk remembers
 
 # The commands of a chunk, by row. A load copies first and launches then, a store the other way round.
 _PACE, _SLOT, _FIRST, _COPIED, _AFTER, _SECOND, _DONE, _COUNTED = range(8)
@@ -234,8 +235,10 @@ class Bound:
         self.pages[:, _COLUMN["any_order"]] = any_order
         free = self.commands[:, _SLOT]
         if held != self._held:
+            self._held = 0  # until all of it is written: a KeyboardInterrupt may come between
+            free[:, 0] = WAIT
+            free[held:, _EVENT] = self._done[: max(0, chunks - held)]
             self._held = held
-            free[:, 0], free[held:, _EVENT] = WAIT, self._done[: max(0, chunks - held)]
         for row, slot in zip(free, slots, strict=False):  # there may be fewer chunks
             if slot.free is None:
                 row[0] = NONE
@@ -252,6 +255,8 @@ class Bound:
         """Where in the ring each chunk lies."""
         addresses = tuple(s.address for s in slots)
         if addresses not in self._rings:
+            if len(self._rings) >= MOST_RINGS:
+                self._rings.clear()
             self._rings[addresses] = np.array(addresses, dtype=np.uint64)[self._turn % len(slots)]
         return self._rings[addresses]
 

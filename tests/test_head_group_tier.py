@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -184,3 +186,33 @@ def test_records_of_two_pages_do_not_make_one(tmp_path: Path) -> None:
         assert tier.get_into(arena.keys, arena.buffers).result(20).statuses == (PageStatus.CORRUPT,)
         other.close()
         arena.close()
+
+
+ENDING = """
+import sys, time
+sys.path[:0] = sys.argv[1:3]
+from tier_pages import Arena
+from kvtransfer.kernels.spec import KVSpec
+from kvtransfer.tiers.head_group_tier import HeadGroupTier
+from kvtransfer.tiers.head_groups import HeadGroups
+from kvtransfer.tiers.memory_tier import MemoryTier
+
+spec = KVSpec.attention(num_layers=16, page_size=16, kv_heads=8, head_dim=128, itemsize=2)
+tier = HeadGroupTier(MemoryTier(1 << 30), HeadGroups(spec, share_across_tp=8, tp_size=1, tp_rank=0))
+arena = Arena(64, tier.groups.rank_spec, tier=tier).fill()
+result = tier.put_from(arena.keys, arena.buffers)
+time.sleep(float(sys.argv[3]))
+assert not result.done()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("after_s", [0.02, 0.04, 0.06])
+def test_a_process_may_end_while_pages_are_cut(after_s: float) -> None:
+    """Workers do that in PyTorch's C++: ended there they abort the process."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING, str(here.parent), str(here), str(after_s)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr

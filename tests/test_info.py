@@ -74,6 +74,8 @@ def test_a_process_far_from_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     [
         (None, "CUDA_DEVICE_MAX_CONNECTIONS is not set (8)"),
         ("32", "CUDA_DEVICE_MAX_CONNECTIONS is 32"),
+        ("0", "CUDA_DEVICE_MAX_CONNECTIONS is 0: where"),
+        ("", "CUDA_DEVICE_MAX_CONNECTIONS is empty: where"),
         ("1", "CUDA_DEVICE_MAX_CONNECTIONS=1: relayouts wait in one queue"),
         ("many", "CUDA_DEVICE_MAX_CONNECTIONS is many"),
         ("2", ""),
@@ -83,7 +85,7 @@ def test_a_process_far_from_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_hardware_queues(value: str | None, says: str) -> None:
     slow: list[str] = []
     line = queue_line(value, slow)
-    assert line == f"CUDA_DEVICE_MAX_CONNECTIONS: {value or 'not set'}"
+    assert line == f"CUDA_DEVICE_MAX_CONNECTIONS: {'not set' if value is None else value or 'empty'}"
     assert len(slow) == bool(says) and all(says in why for why in slow)
 
 

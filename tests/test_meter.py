@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +85,20 @@ def test_the_cpu_meter_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cpu.cpu_us("descriptor") > 0
     with pytest.raises(ValueError, match="expected one of descriptor, call, launch, got 'tape'"):
         cpu.cpu_us("tape")
+
+
+def test_an_interrupt_ends_the_thread_beside_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies in PyTorch's C++: left to the end of the interpreter it aborts the process."""
+    monkeypatch.setattr(meter_module, "CPU_REGION_BYTES", REGION)
+    monkeypatch.setattr(CpuMeter, "largest_bytes", REGION // 2)
+    monkeypatch.setattr(CpuMeter, "_work", lambda *a: lambda: time.sleep(0.001))
+    cpu, before = CpuMeter(), threading.active_count()
+
+    def interrupted(*_: object) -> None:
+        if threading.active_count() > before:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "mm", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cpu.gemm_kept("cpu", "h2d", 0, 0.01)
+    assert threading.active_count() == before

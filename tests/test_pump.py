@@ -450,13 +450,112 @@ END
 """
 
 
+def ends(text: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own that runs ``text``."""
+    here = Path(__file__).parent
+    return subprocess.run(
+        [sys.executable, "-c", text, str(here.parent), str(here)],
+        capture_output=True, text=True, timeout=LIMIT_S * 3, check=False,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", -2), ("1 / 0", 1)])
 def test_the_thread_ends_before_the_interpreter(end: str, code: int) -> None:
     """However it ends, with transfers on their way; who waits even then is told, and does not hang."""
-    here = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING.replace("END", end), str(here.parent), str(here)],
-        capture_output=True, text=True, timeout=LIMIT_S * 3, check=False,
-    )  # fmt: skip
+    done = ends(ENDING.replace("END", end))
     assert done.stdout.strip() == "[] DeadlineExceeded the interpreter ended before the transfer did", done.stderr
     assert done.returncode in (code, 130 if code == -2 else code), done.stderr
+
+
+LATE = """
+import atexit, sys, threading, time
+
+def last():  # registered first, it is called last
+    begun = time.monotonic()
+    for work in (cancelled.result, queued.result, rig.engine.close, done.result, other.engine.close):
+        try:
+            work()
+            print("no error")
+        except Exception as error:
+            print(type(error).__name__, error)
+    print(time.monotonic() - begun < 4)
+
+atexit.register(last)
+sys.path[:0] = sys.argv[1:]
+from engine_helpers import make_rig, staged
+from kvtransfer.fifo import Delays
+from kvtransfer.kernels.errors import TransferCancelled
+
+gate = threading.Event()  # stays shut
+rig, other = make_rig(delays=Delays({"copy": gate}), **staged()), make_rig()
+done = other.engine.load([1], [1])
+done.result(5)
+cancelled, queued = (rig.engine.load(range(10), range(10)) for _ in range(2))
+cancelled.fail(TransferCancelled("cancelled"))
+"""
+
+
+def test_who_waits_behind_the_end_is_told_at_once() -> None:
+    done = ends(LATE)
+    assert done.stdout.splitlines() == [
+        "TransferCancelled cancelled",
+        "DeadlineExceeded the interpreter ended before the transfer did",
+        "DeadlineExceeded close: 2 transfers had not ended with the interpreter",
+        "no error",
+        "no error",
+        "True",
+    ], done.stderr  # fmt: skip
+    assert done.returncode == 0
+
+
+BUSY = """
+import os, sys, threading
+sys.path[:0] = sys.argv[1:]
+import numpy as np
+from engine_helpers import make_rig
+from kvtransfer.kernels.spec import KVSpec
+
+rig = make_rig("sglang.layer_first", KVSpec.attention(9, 16, 8, 128, 2), pages=200, slots=200)
+ids = np.arange(100)
+under_way = [rig.engine.load(ids, ids, layerwise=bool(i % 2)) for i in range(8)]
+under_way.append(rig.engine.store(ids + 100, ids + 100))
+assert not under_way[-1].done()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_lanes_on_the_cpu_end_before_the_interpreter(attempt: int) -> None:
+    """They are in PyTorch's C++ most of the time: ended there they abort the process."""
+    done = ends(BUSY)
+    assert done.returncode == 3, done.stderr
+
+
+FORKED = """
+import os, sys, threading, time
+sys.path[:0] = sys.argv[1:]
+from engine_helpers import make_rig
+
+rig = make_rig()
+rig.engine.load([1], [1]).result(5)
+held = [threading.Thread(target=lambda c=c: (c.acquire(), time.sleep(60)), daemon=True)
+        for c in (rig.engine._pump._changed, *(s._lane.changed for s in rig.engine._shop.lanes.streams.values()))]
+for thread in held:
+    thread.start()
+time.sleep(0.1)
+child = os.fork()
+if not child:
+    sys.exit(7)
+end = time.monotonic() + 10
+while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+    time.sleep(0.01)
+if found == (0, 0):
+    os.kill(child, 9)
+print(os.waitstatus_to_exitcode(found[1]), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_forked_child_ends_whatever_its_parents_threads_hold() -> None:
+    done = ends(FORKED)
+    assert done.stdout.strip() == "7", done.stderr

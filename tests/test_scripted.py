@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -26,11 +27,14 @@ from engine_helpers import (
 )
 from fake_gpu import FakeEvent, FakeStream, lane, on_their_way, scripted_rig
 
-from kvtransfer.handles import PageState
+from kvtransfer import scripted
+from kvtransfer.handles import PageState, TransferHandle
 from kvtransfer.kernels.digest import page_digests
 from kvtransfer.kernels.errors import CudaError, DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.staging import SLOT_ALIGNMENT, StagingRing
+from kvtransfer.submitter import NONE, Job, Submitter
+from kvtransfer.templates import MOST_RINGS, MOST_WAITS, Bound, Desk, Template
 
 CPU = torch.device("cpu")
 
@@ -213,6 +217,137 @@ def test_an_interrupt_behind_the_hand_over_leaves_the_job_what_it_uses(
         handle.result(LIMIT_S)
     assert jobs[0].ended and jobs[0].chunks_submitted == 8 == handle.chunks_submitted
     assert not any(s.taken for s in rig.engine._shop.ring._slots)  # type: ignore[union-attr]
+    rig.close()
+    gpu.close()
+
+
+def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Of `hand_over` and what it calls, on the thread of a caller who loads layer by layer."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(4), seed=1, pages=64, slots=64)
+    traced = {
+        f.__code__
+        for f in (
+            scripted.hand_over,
+            Bound.job,
+            Bound._ring,
+            Submitter.give,
+            Job.__init__,
+            TransferHandle.script_started,
+        )
+    }
+    left, seen = 0, set[tuple[object, int]]()
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        nonlocal left
+        if frame.f_code not in traced:
+            return None
+        line = frame.f_code, frame.f_lineno
+        if event == "line" and line not in seen:  # not at the end of a `with`, where no signal is looked at either
+            seen.add(line)
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+        return trace
+
+    was, lines = sys.gettrace(), 0
+    for n in itertools.count(1):
+        chosen = rig.rng.permutation(64)[:20]
+        slots = rig.rng.permutation(64)[:20]
+        old, new = rig.side.pages(chosen), rig.slots(slots)
+        left = n
+        seen.clear()
+        sys.settrace(trace)
+        try:
+            handle = rig.engine.load(slots, chosen, layerwise=True)
+        finally:
+            sys.settrace(was)
+        if left > 0:
+            handle.result(LIMIT_S)
+            break
+        lines += 1
+        with pytest.raises(TransferError, match="KeyboardInterrupt"):
+            handle.result(LIMIT_S)
+        now, states = rig.side.pages(chosen), handle.states()
+        assert np.array_equal(now[states == PageState.DONE], new[states == PageState.DONE]), n
+        assert np.array_equal(now[states == PageState.UNTOUCHED], old[states == PageState.UNTOUCHED]), n
+        assert not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy()
+        assert not any(s.taken for s in rig.engine._shop.ring._slots), n  # type: ignore[union-attr]
+        assert rig.engine.load(slots, chosen).verdict(LIMIT_S), n
+        assert np.array_equal(rig.side.pages(chosen), new), n
+    assert lines > 50
+    rig.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_a_job_is_the_same_whatever_was_before_it(load: bool, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A template that was laid out long ago, over other ring slots, says what one does that is laid out now."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(12), seed=1, pages=64, slots=64)
+    shop, rng = rig.engine._shop, rig.rng
+    ring = shop.ring
+    assert ring is not None
+    ids, any_event = range(int(rng.integers(8, 64))), cast(Any, FakeEvent)
+    template = Template(shop, load, rig.engine.plan("load" if load else "store", ids, ids, path="staged").chunks)
+    desk = Desk(shop, len(ids))
+    bound = desk.bind(template, len(ids))
+    for _ in range(300):
+        slots = [ring._slots[i] for i in rng.permutation(12)[: int(rng.integers(1, 13))]]
+        for slot in slots:
+            slot.free = None if rng.random() < 0.5 else any_event()
+        waits = [(int(rng.integers(9)), int(rng.integers(9))) for _ in range(int(rng.integers(MOST_WAITS + 1)))]
+        asked = slots, any_event(), bool(rng.random() < 0.5), waits
+        other = Bound(desk, template, len(ids))
+        jobs = [b.job(*asked) for b in (bound, other)]
+        words = [job.commands.copy() for job in jobs]
+        for own, at in zip((bound, other), words, strict=True):  # pointers to what each has of its own
+            own_rows = at[len(at) - 4 - own.commands[:, :, 0].size : -4].reshape(own.commands.shape)
+            own_rows[:, template.copy_row, 2] -= np.uint64(own.pages.ctypes.data)
+            own_rows[:, template.launch_row, 4] -= np.uint64(own.parameters.ctypes.data)
+            at[at[:, 0] == NONE] = NONE
+        assert np.array_equal(words[0], words[1])
+        assert np.array_equal(bound.pages, other.pages) and np.array_equal(bound.values, other.values)
+        assert len(bound._rings) <= MOST_RINGS
+    rig.close()
+    gpu.close()
+
+
+def test_an_interrupted_job_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Between the lines that write which slots wait for which chunks."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(12), seed=1, pages=64, slots=64)
+    shop = rig.engine._shop
+    assert shop.ring is not None
+    template = Template(shop, True, rig.engine.plan("load", range(60), range(60), path="staged").chunks)
+    desk = Desk(shop, 60)
+    bound, final = desk.bind(template, 60), cast(Any, FakeEvent())
+    for slot in shop.ring._slots:
+        slot.free = cast(Any, FakeEvent())
+    few, many = shop.ring._slots[:4], shop.ring._slots[:6]
+    want = bound.job(many, final, False).commands.copy()
+    for nth in itertools.count(1):
+        bound.job(few, final, False)
+        left = nth
+
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            nonlocal left
+            if frame.f_code is not Bound.job.__code__:
+                return None
+            left -= event == "line"
+            if not left:
+                raise KeyboardInterrupt
+            return trace
+
+        was = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            bound.job(many, final, False)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(was)
+        assert np.array_equal(bound.job(many, final, False).commands, want), nth
+        if left > 0:
+            break
+    assert nth > 10
     rig.close()
     gpu.close()
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.digest import page_digests
+from kvtransfer.kernels.ending import Section
 from kvtransfer.kernels.errors import ConfigError, KVTransferError, RecordError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer, Tier
@@ -75,6 +76,7 @@ class HeadGroupTier(WorkerTier):
         self._each = len(groups.owned)
         self._shards = [shard.canonical() for shard in groups.shards()]
         self._inner_s = timeout_s
+        self._torch = Section()  # a worker cuts and gathers pages there
         self._free: queue.SimpleQueue[_Stage] = queue.SimpleQueue()
         self._stages = [self._make_stage(chunk_pages) for _ in range(workers)]
         for stage in self._stages:
@@ -105,9 +107,9 @@ class HeadGroupTier(WorkerTier):
                 keys = self.record_keys([job.keys[at] for at in places])
                 result = self.inner.get_into(keys, buffers, deadline_s=self._left(job)).result()
                 told = list(self._told(job.only(places), result))
-                self.groups.gather(
-                    stage.records, slots, stage.pages.layout, [stage.pages.payload], np.arange(count, dtype=np.int64)
-                )
+                pages = np.arange(count, dtype=np.int64)
+                with self._torch:
+                    self.groups.gather(stage.records, slots, stage.pages.layout, [stage.pages.payload], pages)
                 for at, outcome in zip(places, told, strict=True):
                     if outcome.status is PageStatus.OK:
                         outcome = self._join(stage, outcome.at, job.keys[at], job.buffers[at])
@@ -119,13 +121,9 @@ class HeadGroupTier(WorkerTier):
                 count, slots = len(places), np.arange(len(places) * self._each)
                 for page, at in enumerate(places):
                     stage.pages.record(page).payload[:] = job.buffers[at].payload
-                self.groups.cut(
-                    stage.pages.layout,
-                    [stage.pages.payload],
-                    np.arange(count, dtype=np.int64),
-                    stage.records,
-                    slots,
-                )
+                pages = np.arange(count, dtype=np.int64)
+                with self._torch:
+                    self.groups.cut(stage.pages.layout, [stage.pages.payload], pages, stage.records, slots)
                 keys = self.record_keys([job.keys[at] for at in places])
                 buffers = [stage.records.record(slot) for slot in slots.tolist()]
                 for page, at in enumerate(places):

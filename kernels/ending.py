@@ -1,0 +1,82 @@
+"""ending: work in C++ comes to rest before the interpreter goes.
+
+Python ends daemon threads where they next ask for its lock. In the middle of PyTorch's C++, which is not made to be
+unwound, that aborts the process ("terminate called without an active exception").
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from typing import Protocol
+
+from kvtransfer.kernels.errors import TransferError
+
+LONGEST_S = 5.0  # for all to come to rest; it takes as long as what PyTorch or the driver was last asked
+
+
+class Leaver(Protocol):
+    """What has a thread of its own that calls into C++."""
+
+    def leave(self) -> None:
+        """Begin nothing more. Returns at once."""
+
+    def left(self, timeout_s: float) -> None:
+        """Hold the caller until the thread is out of C++, or so long."""
+
+
+class Ending:
+    """Those to be told at the end of the interpreter, as long as they live. A later `Ending` is told before an earlier
+    one. In a forked child, where their threads are not, nobody is."""
+
+    def __init__(self) -> None:
+        self._leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
+        atexit.register(self.tell)
+        os.register_at_fork(after_in_child=self._leavers.clear)
+
+    def add(self, leaver: Leaver) -> None:
+        self._leavers.add(leaver)
+
+    def tell(self) -> None:
+        """Tell all, then wait for all; `LONGEST_S` together."""
+        leavers, until = list(self._leavers), time.monotonic() + LONGEST_S
+        for leaver in leavers:
+            leaver.leave()
+        for leaver in leavers:
+            leaver.left(max(0.0, until - time.monotonic()))
+
+
+class Section:
+    """A context manager around calls into C++ on threads that nobody joins. At the end of the interpreter those under
+    way are waited for, and whoever wants to begin one gets a TransferError."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._leaving = False
+        _ending.add(self)
+
+    def __enter__(self) -> None:
+        with self._changed:
+            if self._leaving:
+                raise TransferError("the interpreter ends")
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        with self._changed:
+            self._leaving = True
+
+    def left(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._inside, timeout_s)
+
+
+_ending = Ending()
