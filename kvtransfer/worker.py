@@ -7,15 +7,14 @@ interpreter ends.
 
 from __future__ import annotations
 
-import atexit
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.ending import Ending
 
-LEAVE_S = 5.0  # for what a thread is at when the interpreter ends
+_ending = Ending()
 
 
 class Worker:
@@ -27,7 +26,7 @@ class Worker:
         self._tasks: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        _workers.add(self)
+        _ending.add(self)
 
     def submit(self, task: Callable[[], object]) -> None:
         """Do it after what was given before. Raises RuntimeError once it takes no more."""
@@ -56,9 +55,12 @@ class Worker:
             self._tasks.clear()
             self._closing = True
             self._changed.notify()
-            thread = self._thread
+
+    def left(self, timeout_s: float) -> None:
+        """Hold the caller until the thread has ended, or so long."""
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(LEAVE_S)
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:
@@ -70,12 +72,3 @@ class Worker:
                 task = self._tasks.popleft()
             call_subscriber(task)
             del task  # what it holds is not kept while this thread sleeps
-
-
-_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
-
-
-@atexit.register
-def _leave() -> None:
-    for worker in list(_workers):
-        worker.leave()

@@ -130,6 +130,7 @@ def test_a_worker_that_leaves_drops_what_it_has_not_begun() -> None:
     assert begun.wait(10)
     threading.Timer(0.1, gate.set).start()
     worker.leave()
+    worker.left(10)
     assert seen == [1]
     with pytest.raises(RuntimeError):
         worker.submit(lambda: seen.append(3))
