@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from kvtransfer.kernels.errors import TransferError
 
@@ -51,9 +52,10 @@ class Ending:
 
 class Section:
     """A context manager around calls into C++ on threads that nobody joins. At the end of the interpreter those under
-    way are waited for, and whoever wants to begin one gets a TransferError."""
+    way are waited for, and whoever wants to begin one gets an ``error``."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Callable[[str], Exception] = TransferError) -> None:
+        self._error = error
         self._changed = threading.Condition()
         self._inside = 0
         self._leaving = False
@@ -62,7 +64,7 @@ class Section:
     def __enter__(self) -> None:
         with self._changed:
             if self._leaving:
-                raise TransferError("the interpreter ends")
+                raise self._error("the interpreter ends")
             self._inside += 1
 
     def __exit__(self, *error: object) -> None:
@@ -77,6 +79,22 @@ class Section:
     def left(self, timeout_s: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._inside, timeout_s)
+
+
+class Guarded:
+    """An object of C++, each call of its methods in ``section``."""
+
+    def __init__(self, it: object, section: Section) -> None:
+        self._it, self._section = it, section
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self._it, name)
+
+        def guarded(*arguments: Any) -> Any:
+            with self._section:
+                return call(*arguments)
+
+        return guarded
 
 
 _ending = Ending()

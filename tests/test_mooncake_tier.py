@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -283,3 +285,32 @@ def test_a_full_pool_is_no_room(tmp_path: Path) -> None:
 def test_bad_settings(master: str, more: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="mooncake: "):
         MooncakeTier(master, **{"hostname": "127.0.0.1", **more})
+
+
+ENDING = """
+import sys, time
+sys.path[:0] = sys.argv[1:3]
+from kvtransfer.tiers.mooncake import MooncakeTier
+from tier_pages import Arena
+
+tier = MooncakeTier(sys.argv[3], hostname="127.0.0.1", prefix="ending")
+arenas = [Arena(64, tier=tier).fill() for _ in range(4)]
+handles = []
+for _ in range(40):
+    for arena in arenas:
+        handles += [tier.put_from(arena.keys, arena.buffers), tier.get_into(arena.keys, arena.buffers)]
+handles[0].result(20)
+assert not handles[-1].done()
+END
+"""
+
+
+@pytest.mark.parametrize(("end", "codes"), [("sys.exit(3)", (3,)), ("raise KeyboardInterrupt", (-2, 130))])
+def test_a_process_may_end_with_batches_on_their_way(servers: Mooncake, end: str, codes: tuple[int, ...]) -> None:
+    """The client takes Python's lock back in C++, where a thread that Python ends would abort the process."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.replace("END", end), str(here.parent), str(here), servers.address],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode in codes and "terminate called" not in done.stderr, done.stderr[-2000:]

@@ -10,11 +10,13 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.ending import Guarded, Section
 from kvtransfer.kernels.errors import ConfigError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
 from kvtransfer.tiers.base import PageStatus, RecordBuffer
@@ -103,7 +105,8 @@ class MooncakeTier(WorkerTier):
         self._config = ReplicateConfig()
         self._config.replica_num = replicas
         self._own_store = store is None
-        self._store = MooncakeDistributedStore() if store is None else store
+        # Its binding takes Python's lock back in C++, on the workers' threads.
+        self._store: Any = Guarded(MooncakeDistributedStore() if store is None else store, Section(TierError))
         self._records = MooncakeRecords(
             self._store, self._config, bounce_bytes, job_pages, self._ready, lambda why: observer.fell_back(name, why)
         )
@@ -309,7 +312,11 @@ class MooncakeTier(WorkerTier):
         while not self._over.wait(self._lease_s / 3):
             held = self.pins.keys()
             if held and self.health.up:
-                for key, code in zip(held, self._store.batch_is_exist(self._names(held)), strict=True):
+                try:
+                    codes = self._store.batch_is_exist(self._names(held))
+                except TierError:  # the interpreter ends
+                    return
+                for key, code in zip(held, codes, strict=True):
                     if code == 0:
                         self.pins.forget(key)
                         self.book.count("pins_lost")
