@@ -5,9 +5,10 @@
     python bench/bench_layerwise.py --model llama8b small --cached 1024 8192 32768 --paths auto staged mapped
 
 S new tokens are computed eagerly over a prefix that is being loaded, pages in random order on both sides. *Ideal*:
-f_i = max(f_(i-1), arrival of layer i at the rate of one large copy) + time of layer i in the forward alone. Large copy,
-forward alone and forward with its load take turns. Afterwards every byte is compared, and the forward's output with
-that of a forward over the same prefix at rest. Without a GPU the same code runs on the CPU backend with shrunk models.
+f_i = max(f_(i-1), arrival of layer i at the rate of one large copy) + time of layer i in the forward alone. Forward
+alone and forward with its load take turns, each behind a large copy. Afterwards every byte is compared, and the
+forward's output with that of a forward over the same prefix at rest. Without a GPU the same code runs on the CPU
+backend with shrunk models.
 """
 
 from __future__ import annotations
