@@ -9,10 +9,13 @@ from collections.abc import Callable
 
 
 def call_subscriber(fn: Callable[[], object]) -> None:
-    """Call a subscriber. Its bug is reported as an uncaught one in a thread is, and others are served all the same."""
+    """Call a subscriber. Its bug is reported as an uncaught one in a thread is, and others are served all the same. A
+    KeyboardInterrupt on the main thread is no bug of the subscriber's: it is the user's, and goes on."""
     try:
         fn()
-    except BaseException:  # not hidden: the hook prints it, or does what the program set it to
+    except BaseException as error:  # not hidden: the hook prints it, or does what the program set it to
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise
         threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
 
 

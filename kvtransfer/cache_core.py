@@ -16,12 +16,12 @@ from kvtransfer.cache_parts import Dropped, MoverPort, PageIds
 from kvtransfer.commands import Ack, Command, Load, Scope, ids
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job, integers
-from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.recent_keeper import RecentKeeper
 from kvtransfer.recompute import Prefill, TierRates
+from kvtransfer.worker import Ticker
 
 if TYPE_CHECKING:
     from kvtransfer.layer_loads import LayerLoad
@@ -71,16 +71,14 @@ class CacheCore:
         self._sizing = threading.RLock()
         self._resized = False  # by the caller: what grows by itself is not followed any more
         self._dropped: Dropped | None = None
-        self._stop = threading.Event()
+        self._ticker: Ticker | None = None
         mover.answer = self._answered
         directory.on_commands = self._go
         if hasattr(mover, "lost"):
             mover.lost = self._mover_lost
         self._recent, self._prefill, self._rates = recent, prefill, TierRates()
-        self._ticker: threading.Thread | None = None
         if tick_s is not None:
-            self._ticker = threading.Thread(target=self._tick_on, args=(tick_s,), name="kvtransfer-tick", daemon=True)
-            self._ticker.start()
+            self._ticker = Ticker(self._tick_once, tick_s)
 
     def tick(self) -> None:
         """Pins end, cold branches are pruned, handles beyond their deadline are cancelled, a host tier that has grown
@@ -192,13 +190,8 @@ class CacheCore:
             return True
 
     def _end_ticks(self) -> None:
-        self._stop.set()
-        if self._ticker is not None and self._ticker is not threading.current_thread():
-            self._ticker.join()
-
-    def _tick_on(self, every_s: float) -> None:
-        while not self._stop.wait(every_s):
-            call_subscriber(self._tick_once)  # whatever a tier or an observer raises: the next one may do
+        if self._ticker is not None:
+            self._ticker.close()
 
     def _tick_once(self) -> None:
         with suppress(UnavailableError):  # the mover has gone meanwhile

@@ -110,7 +110,10 @@ class UnderWay:
         try:
             self._telling.submit(work)
         except RuntimeError:  # it takes no more
-            call_subscriber(work)
+            # At the end of the interpreter a tier's own thread must not begin what an answer leads to: a load, say, in
+            # PyTorch's C++, in the middle of which Python would end it.
+            if not (self._telling.leaving and threading.current_thread().daemon):
+                call_subscriber(work)
 
     def is_own_thread(self) -> bool:
         """Whether the caller is on the telling thread."""

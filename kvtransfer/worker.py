@@ -1,4 +1,4 @@
-"""Worker: one thread that does what it is given, in order.
+"""Worker: one thread that does what it is given, in order. Ticker: one that does the same thing again and again.
 
 Python's own executors take no more work as soon as the main thread has ended, though other threads go on: a server
 whose main thread only starts the others would have a mover that answers nothing. This one works until the
@@ -26,6 +26,7 @@ class Worker:
         self._tasks: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self.leaving = False  # the interpreter ends
         _ending.add(self)
 
     def submit(self, task: Callable[[], object]) -> None:
@@ -53,7 +54,7 @@ class Worker:
         """The interpreter ends: what the thread is at is the last that it does."""
         with self._changed:
             self._tasks.clear()
-            self._closing = True
+            self._closing = self.leaving = True
             self._changed.notify()
 
     def left(self, timeout_s: float) -> None:
@@ -72,3 +73,32 @@ class Worker:
                 task = self._tasks.popleft()
             call_subscriber(task)
             del task  # what it holds is not kept while this thread sleeps
+
+
+class Ticker:
+    """Calls ``work`` every ``every_s`` seconds on a thread of its own, from now on, whatever it raises."""
+
+    def __init__(self, work: Callable[[], object], every_s: float) -> None:
+        self._work, self._every_s = work, every_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtransfer-tick", daemon=True)
+        self._thread.start()
+        _ending.add(self)
+
+    def close(self) -> None:
+        """No more calls; returns once the last one is through, but to the thread itself. Idempotent."""
+        self.leave()
+        self.left(None)
+
+    def leave(self) -> None:
+        """Begin no call any more."""
+        self._over.set()
+
+    def left(self, timeout_s: float | None) -> None:
+        """Hold the caller until the thread has ended, or so long."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s):
+            call_subscriber(self._work)

@@ -8,11 +8,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from kvtransfer.worker import Worker
+from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.worker import Ticker, Worker
 
 PROGRAM = """
 import sys, threading
@@ -95,6 +97,12 @@ def test_an_interpreter_ends_with_a_cache_in_use(end: str, code: int, tmp_path: 
         if end == "interrupted":
             time.sleep(0.3)
             process.send_signal(signal.SIGINT)
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # Python drops one that comes in a finalizer: asked again, as users do
+                process.wait(12)
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     finally:
         process.kill()
@@ -134,3 +142,37 @@ def test_a_worker_that_leaves_drops_what_it_has_not_begun() -> None:
     assert seen == [1]
     with pytest.raises(RuntimeError):
         worker.submit(lambda: seen.append(3))
+
+
+def test_a_ticker_goes_on_whatever_its_work_raises_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, calls, enough = list[type[BaseException] | None](), list[int](), threading.Event()
+    monkeypatch.setattr(threading, "excepthook", lambda what: told.append(what.exc_type))
+
+    def work() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            enough.set()
+        raise ValueError
+
+    ticker = Ticker(work, 0.01)
+    assert enough.wait(10)
+    ticker.close()
+    ticker.close()
+    seen = len(calls)
+    time.sleep(0.05)
+    assert len(calls) == seen and told[:3] == [ValueError] * 3
+
+
+def test_an_interrupt_in_a_callback_on_the_main_thread_is_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[object]()
+    monkeypatch.setattr(threading, "excepthook", told.append)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call_subscriber(interrupted)
+    other = threading.Thread(target=lambda: call_subscriber(interrupted))
+    other.start()
+    other.join(10)
+    assert len(told) == 1
