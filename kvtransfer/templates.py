@@ -45,7 +45,6 @@ CHUNKS_AHEAD = 8  # submitted and not through: more than a job has ring slots, f
 HASTY_CHUNKS, HASTY_DESCRIPTORS = 2, 16
 LEAST_PAGES = 256  # of a desk
 MOST_BOUND = 16  # templates laid out on one desk
-MOST_RINGS = 32  # sets of ring slots that a template on a desk remembers
 
 # The commands of a chunk, by row. A load copies first and launches then, a store the other way round.
 _PACE, _SLOT, _FIRST, _COPIED, _AFTER, _SECOND, _DONE, _COUNTED = range(8)
@@ -203,8 +202,6 @@ class Bound:
         self.commands[:CHUNKS_AHEAD, _PACE, 0] = NONE
         self.commands[CHUNKS_AHEAD:, _PACE, _EVENT] = done[: max(0, chunks - CHUNKS_AHEAD)]
         self._done, self._turn = done, rows
-        self._held = 0  # ring slots of the last job
-        self._rings: dict[tuple[int, ...], U64] = {}  # where in the ring each chunk lies, by the slots that a job holds
         start: list[list[int]] = [[COPY, template.kernel, desk.ids_there.data_ptr(), desk.ids.ctypes.data, 8 * pages]]
         stop: list[list[int]] = []
         if desk.digests is not None and desk.digests_back is not None:
@@ -231,34 +228,23 @@ class Bound:
         ``waits``: (stream, event) as raw handles, at most `MOST_WAITS`: which streams wait for what before all else.
         """
         held, chunks = len(slots), len(self.events)
-        self.pages[:, _COLUMN["ring"]] = self.values[:, self.shift] = self._ring(slots)
+        ring = np.array([s.address for s in slots], dtype=np.uint64)[self._turn % held]
+        self.pages[:, _COLUMN["ring"]] = self.values[:, self.shift] = ring
         self.pages[:, _COLUMN["any_order"]] = any_order
         free = self.commands[:, _SLOT]
-        if held != self._held:
-            self._held = 0  # until all of it is written: a KeyboardInterrupt may come between
-            free[:, 0] = WAIT
-            free[held:, _EVENT] = self._done[: max(0, chunks - held)]
-            self._held = held
+        free[:, 0] = WAIT
+        free[held:, _EVENT] = self._done[: max(0, chunks - held)]
         for row, slot in zip(free, slots, strict=False):  # there may be fewer chunks
             if slot.free is None:
                 row[0] = NONE
             else:
                 assert isinstance(slot.free, torch.cuda.Event)
-                row[0], row[_EVENT] = WAIT, slot.free.cuda_event
+                row[_EVENT] = slot.free.cuda_event
         self._final[_EVENT] = final.cuda_event
         self.all[:MOST_WAITS, 0] = NONE
         for at, (stream, event) in enumerate(waits):
             self.all[at, : _EVENT + 1] = WAIT, stream, event
         return Job(self.all, (self, slots, final))
-
-    def _ring(self, slots: Sequence[RingSlot]) -> U64:
-        """Where in the ring each chunk lies."""
-        addresses = tuple(s.address for s in slots)
-        if addresses not in self._rings:
-            if len(self._rings) >= MOST_RINGS:
-                self._rings.clear()
-            self._rings[addresses] = np.array(addresses, dtype=np.uint64)[self._turn % len(slots)]
-        return self._rings[addresses]
 
 
 def _pieces(geometry: Geometry, load: bool) -> tuple[U64, int, int]:
