@@ -7,6 +7,7 @@ ratios with its interval (`paired`). Copies are of random bytes; nothing is beli
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import torch
 from gemm import Gemm, GemmFigures, beside
 from paired import Spread, median_interval, paired_ratio
 from works import Work
+
+from kvtransfer.info import QUEUES
 
 LONGEST_S = 2.0  # of one case, limit included: slow cases are repeated less often
 FEWEST = 3
@@ -245,4 +248,5 @@ def measure(
 def machine_facts(device: torch.device) -> dict[str, Any]:
     """What a figure can't be read without: the device and the versions."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU backend: not figures of a GPU"
-    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda}
+    queues = os.environ.get(QUEUES)
+    return {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, QUEUES: queues}

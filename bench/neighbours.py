@@ -161,8 +161,9 @@ def sample(
     longest_s: float = LONGEST_S,
 ) -> tuple[list[tuple[float, float]], int]:
     """(what ``probe`` returned for each copy, how many transfers were begun). Transfers follow each other, with a
-    ``check`` behind each, and a copy counts where the transfer was still under way after it. Fewer than ``samples``
-    after ``longest_s``; RuntimeError where none counted by then."""
+    ``check`` behind each, and a copy counts where the transfer was under way when it was asked for: the one that waits
+    for the transfer's end is what this looks for. Fewer than ``samples`` after ``longest_s``; RuntimeError where none
+    counted by then."""
     got: list[tuple[float, float]] = []
     begun = 0
     until = time.perf_counter() + longest_s
@@ -170,11 +171,9 @@ def sample(
         transfer = neighbour.begin()
         begun += 1
         while len(got) < samples and time.perf_counter() < until and transfer.under_way():
-            seconds = probe()
-            if transfer.under_way():
-                got.append(seconds)
+            got.append(probe())
         transfer.wait()
         check()
     if not got:
-        raise RuntimeError(f"{neighbour.name}: no copy ended while one of {begun} transfers was under way")
+        raise RuntimeError(f"{neighbour.name}: no copy began while one of {begun} transfers was under way")
     return got, begun

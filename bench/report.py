@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rigs import device_of
 
+from kvtransfer.info import MOST_QUEUES, QUEUES
 from kvtransfer.kernels.errors import KVTransferError, TransferError
 from kvtransfer.link_report import require_matplotlib
 
@@ -50,8 +52,12 @@ def gemm_options(out: argparse.ArgumentParser) -> None:
 
 
 def checked(out: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, torch.device]:
-    """The options and the device. Bad ones end the program with status 2 before anything is measured."""
+    """The options and the device. Bad ones end the program with status 2 before anything is measured.
+
+    Mutates the process's environment: the driver's number of hardware queues, as docs/tuning.md asks of every process,
+    unless it says one. Before CUDA starts, which reads it."""
     args = out.parse_args(argv)
+    os.environ.setdefault(QUEUES, str(MOST_QUEUES))
     for name in ("json", "plot"):
         file = getattr(args, name)
         if file is not None and not file.absolute().parent.is_dir():
@@ -116,6 +122,8 @@ def peaks_text(limit: LargeCopy) -> str:
         g = limit.gbps(direction)
         name = f"memcpy ({direction})" if on_cpu else names[direction]
         parts.append(f"{name} {g.median:.1f} GB/s ({g.low:.1f}-{g.high:.1f})")
+    if not on_cpu:
+        parts.append(f"{QUEUES}={os.environ.get(QUEUES, '')}")
     return "; ".join(parts)
 
 

@@ -471,18 +471,18 @@ class Counted(Neighbour):
         return Begun(lambda: next(asked, None) is not None, wait)
 
 
-def test_a_copy_counts_where_a_transfer_was_under_way_behind_it() -> None:
+def test_a_copy_counts_where_a_transfer_was_under_way_before_it() -> None:
     numbers, checks = iter(range(1000)), []
-    work = Counted(lasts=6)  # asked before and behind each copy: three count, and the transfer is over
+    work = Counted(lasts=3)  # three count, and the transfer is over
     got, begun = sample(lambda: (float(next(numbers)), 0.0), lambda: checks.append(1), work, 7)
     assert [n for n, _ in got] == list(range(7)) and begun == work.waited == len(checks) == 3
-    odd = Counted(lasts=3)  # the second copy ends behind the transfer
+    stuck = Counted(lasts=1)  # each copy ends behind the transfer: those above all
     numbers = iter(range(1000))
-    got, begun = sample(lambda: (float(next(numbers)), 0.0), lambda: None, odd, 3)
-    assert [n for n, _ in got] == [0, 2, 4] and begun == 3
+    got, begun = sample(lambda: (float(next(numbers)), 0.0), lambda: None, stuck, 3)
+    assert [n for n, _ in got] == [0, 1, 2] and begun == 3
     assert len(sample(lambda: (1.0, 1.0), lambda: None, Nothing(), 50)[0]) == 50
-    with pytest.raises(RuntimeError, match="no copy ended"):
-        sample(lambda: (1.0, 1.0), lambda: None, Counted(lasts=1), 3, longest_s=0.02)
+    with pytest.raises(RuntimeError, match="no copy began"):
+        sample(lambda: (1.0, 1.0), lambda: None, Counted(lasts=0), 3, longest_s=0.02)
     with pytest.raises(TransferError, match="it failed"):
         sample(lambda: (1.0, 1.0), lambda: None, Counted(4, fail_at=2), 9)
 
