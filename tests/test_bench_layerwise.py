@@ -91,8 +91,8 @@ def test_the_ideal_is_the_longest_way_through() -> None:
 
 
 def test_a_split_is_made_of_medians() -> None:
-    split = Split.of([[1.0, 3.0], [1.2, 2.8], [9.0, 3.0]])
-    assert split.shares == pytest.approx((1.2 / 4.2, 3 / 4.2)) and split.layer_s == 2.0
+    split = Split.of([[1.0, 3.0], [1.2, 2.8], [9.0, 3.0]], [9.0, 3.0, 3.5])
+    assert split.shares == pytest.approx((1.2 / 4.2, 3 / 4.2)) and split.layer_s == 1.75
 
 
 def test_the_ideal_of_a_round_is_of_its_own_times(rig: KVRig) -> None:
@@ -493,5 +493,8 @@ def test_small_copies_beside_transfers(tmp_path: Path, capsys: pytest.CaptureFix
     words = ["--mib", "128", "--repeats", "30", "--json", str(data), "--plot", str(picture)]
     assert bench_neighbours.main(words) == 0
     rows = json.loads(data.read_text())["rows"]
-    assert len(rows) == 7 and all(row["exact"] and row["samples"] > 0 for row in rows)
+    assert len(rows) == 14 and all(row["exact"] and row["samples"] > 0 for row in rows)
+    most = {(row["small"], row["beside"].split(" [")[0]): row["gpu"]["p95_us"] for row in rows}
+    for beside in (("to the GPU", "load"), ("to the GPU", "load layer-wise"), ("from it", "store")):
+        assert most[beside] < 0.7 * 128 / 1024 * 19_000, "let in before the whole transfer is through"
     assert "load layer-wise" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
