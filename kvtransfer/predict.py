@@ -243,7 +243,7 @@ class Terrain:
         copy = COPY_SLOWED * self.link_s("staged", page_bytes, pages)
         last = min(total, self.slot_bytes)
         return GroupTimes(
-            (START_S if first else GROUP_S) + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
+            (START_S if first and self.on_gpu else GROUP_S) + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
             copy,
             copy * last / total,
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
@@ -366,9 +366,11 @@ def _start_s(t: Terrain, asked: Asked) -> float:
 
 
 def _even_finish(t: Terrain, asked: Asked, path: str, seconds: float) -> float:
-    """When a forward is through whose layers arrive evenly over ``seconds``, one by one, and which the path slows."""
+    """When a forward is through whose layers arrive evenly from `_start_s` until ``seconds``, one by one, and which the
+    path slows."""
     if not asked.layerwise or t.direction != "load" or asked.compute_s is None:
         return seconds
     layers, layer_s = t.spec.num_layers, asked.compute_s / t.profile.kept(path, t.way, t.budget.ctas)
+    start = _start_s(t, asked)
     # f_i = max(f_(i-1), arrival_i) + layer: with even arrivals the first or the last layer decides
-    return max(seconds / layers + layers * layer_s, seconds + layer_s)
+    return max(start + (seconds - start) / layers + layers * layer_s, seconds + layer_s)

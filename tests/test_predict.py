@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_helpers import LIMIT_S, TINY, Log, make_rig
+from engine_helpers import EVEN, LIMIT_S, TINY, Log, make_rig
 from msgspec.structs import replace
 from test_plan import BIG, H200, MEDIUM, TOKENS, facts
 
@@ -15,7 +15,16 @@ from kvtransfer.groups import Beside, GroupTimes, best_groups
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.link import CpuCost, Curve, Grid, LinkProfile, save_profile, shipped_profile
 from kvtransfer.plan import Facts, make_plan
-from kvtransfer.predict import BUDGETS, PYTHON_CHUNK_US, PYTHON_PIECE_US, RUN_LOOP_US, Prediction, Runs, budget_of
+from kvtransfer.predict import (
+    BUDGETS,
+    PYTHON_CHUNK_US,
+    PYTHON_PIECE_US,
+    RUN_LOOP_US,
+    START_S,
+    Prediction,
+    Runs,
+    budget_of,
+)
 
 
 def flat(gbps: float) -> Grid:
@@ -117,15 +126,35 @@ def test_long_and_short_runs_are_counted_apart() -> None:
     assert apart.seconds != pytest.approx(even.seconds, rel=0.01)
 
 
+@pytest.mark.parametrize("pages", [1, 7])
+def test_small_loads_wait_for_the_start_on_every_path(pages: int) -> None:
+    """What lies before a load's first byte favours no path: a few pages do not go in hundreds of calls for it."""
+    for compute_s in (4e-4, 8.1e-4, 2e-3):
+        plan = make_plan(facts(MEDIUM, pages=pages, layerwise=True, compute_s=compute_s))
+        assert plan.path == "staged" and len(plan.others) == 2
+        for p in (plan.predicted, *plan.others):
+            assert p is not None and p.seconds > START_S and p.finish_s > START_S + 32 * compute_s / p.kept
+    bulk = predicted(facts(MEDIUM, pages=pages), "mapped").seconds
+    assert predicted(facts(MEDIUM, pages=pages, layerwise=True), "mapped").seconds == pytest.approx(START_S + bulk)
+
+
+def test_on_the_cpu_no_link_has_to_begin() -> None:
+    quick = profile(staged=flat(1e3), cpu=flat(1e3))
+    for layerwise in (False, True):
+        here = facts(EVEN, pages=3, layerwise=layerwise, on_gpu=False, host_pinned=False, profile=quick)
+        assert all(predicted(here, path).seconds < START_S / 2 for path in ("cpu", "staged"))
+
+
 def test_a_known_compute_time_shapes_groups_and_the_finish() -> None:
     for compute_s in (1e-5, 6e-4, 1e-2):
         found = predicted(facts(MEDIUM, pages=512, layerwise=True, compute_s=compute_s), "staged")
         assert found.finish_s >= max(found.seconds, 32 * compute_s)
         assert found.finish_s < 1.2 * (found.seconds + 32 * compute_s)
     busy = predicted(facts(MEDIUM, pages=512, layerwise=True, compute_s=1e-2), "mapped")
-    assert busy.finish_s == pytest.approx(busy.seconds / 32 + 32 * 1e-2 / 0.955, rel=1e-3), "the GEMM is slowed too"
-    first = [make_plan(facts(MEDIUM, pages=512, layerwise=True, compute_s=s)).chunks[0].box for s in (1e-5, 1e-3)]
-    assert first[0].layer_stop > first[1].layer_stop
+    first = START_S + (busy.seconds - START_S) / 32  # what lies before the first byte is not spread over the layers
+    assert busy.finish_s == pytest.approx(first + 32 * 1e-2 / 0.955, rel=1e-6), "the GEMM is slowed too"
+    boxes = [make_plan(facts(MEDIUM, pages=512, layerwise=True, compute_s=s)).chunks[0].box for s in (1e-5, 1e-3)]
+    assert boxes[0].layer_stop > boxes[1].layer_stop
     plan = make_plan(facts(MEDIUM, pages=512, layerwise=True, compute_s=1e-3), "staged")
     assert "load and forward would take" in plan.explain()
 
