@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rigs import device_of
 
-from kvtransfer.info import MOST_QUEUES, QUEUES
+from kvtransfer.info import MOST_QUEUES, QUEUES, queue_line
 from kvtransfer.kernels.errors import KVTransferError, TransferError
 from kvtransfer.link_report import require_matplotlib
 
@@ -55,9 +55,8 @@ def checked(out: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[a
     """The options and the device. Bad ones end the program with status 2 before anything is measured.
 
     Mutates the process's environment: the driver's number of hardware queues, as docs/tuning.md asks of every process,
-    unless it says one. Before CUDA starts, which reads it."""
+    unless it says one, or CUDA has read it already, or is not asked for."""
     args = out.parse_args(argv)
-    os.environ.setdefault(QUEUES, str(MOST_QUEUES))
     for name in ("json", "plot"):
         file = getattr(args, name)
         if file is not None and not file.absolute().parent.is_dir():
@@ -69,6 +68,8 @@ def checked(out: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[a
     try:
         if args.plot is not None:
             require_matplotlib()  # before minutes of measuring
+        if args.device != "cpu" and not torch.cuda.is_initialized():
+            os.environ.setdefault(QUEUES, str(MOST_QUEUES))
         return args, device_of(args.device)
     except (KVTransferError, ValueError, RuntimeError) as error:
         out.error(str(error))
@@ -126,7 +127,7 @@ def peaks_text(limit: LargeCopy) -> str:
         name = f"memcpy ({direction})" if on_cpu else names[direction]
         parts.append(f"{name} {g.median:.1f} GB/s ({g.low:.1f}-{g.high:.1f})")
     if not on_cpu:
-        parts.append(f"{QUEUES}={os.environ.get(QUEUES, '')}")
+        parts.append(queue_line(os.environ.get(QUEUES), []))
     return "; ".join(parts)
 
 

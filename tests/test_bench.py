@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import threading
@@ -26,12 +27,13 @@ from conftest import HAS_GPU
 from gemm import BackToBack, Block, Gemm, beside
 from harness import FEWEST, Bar, CpuClock, LargeCopy, Row, alternate, measure
 from paired import Spread, median_interval, order_rank, paired_ratio
-from report import print_rows
+from report import checked, parser, print_rows
 from rigs import SHAPES, Rig, Shape, compile_ahead, device_of, ordered_ids
 from works import EngineWork, Wait, Work
 
 from kvtransfer import lanes
 from kvtransfer.groups import layer_groups
+from kvtransfer.info import QUEUES
 from kvtransfer.kernels.errors import ConfigError, TransferError
 from kvtransfer.plan import Plan
 from kvtransfer.predict import Prediction
@@ -524,6 +526,33 @@ def test_bad_input_is_exit_status_2(main: Main, bad: list[str], words: str, caps
 
 
 @pytest.mark.skipif(HAS_GPU, reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("name", "started", "before", "after"),
+    [
+        ("auto", False, None, "4"),
+        ("auto", False, "2", "2"),
+        ("auto", True, None, None),  # CUDA has read it: to set it now would only be believed by who reads the figures
+        ("cpu", False, None, None),
+    ],
+)
+def test_hardware_queues_are_set_before_cuda_starts(
+    name: str, started: bool, before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUES, before or "")
+    if before is None:
+        monkeypatch.delenv(QUEUES)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
+    seen: list[str | None] = []
+
+    def found(device: str) -> torch.device:
+        seen.append(os.environ.get(QUEUES))
+        return torch.device("cpu")
+
+    monkeypatch.setattr("report.device_of", found)
+    checked(parser(None), ["--device", name])
+    assert seen == [after] and os.environ.get(QUEUES) == after
+
+
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="expected a GPU that PyTorch sees"):
         device_of("cuda")
