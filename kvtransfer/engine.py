@@ -313,10 +313,13 @@ class TransferEngine:
         deadline_s: float | None,
         compute_s: float | None = None,
     ) -> TransferHandle:
-        if layerwise and direction == "load" and (submitter := self._shop.submitters.get(direction)) is not None:
+        submitter = self._shop.submitters.get(direction) if layerwise and direction == "load" else None
+        if submitter is not None:
             submitter.expect()  # the forward waits: its thread wakes up while the ids are checked
         slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
         plan = self._plan(direction, slot_ids, page_ids, layerwise, path, compute_s)
+        if submitter is not None and (plan.path != "staged" or page_ids is None or not plan.pages):
+            submitter.expect(False)
         handle = self._handle(plan, deadline_s)
         if plan.pages == 0:
             handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))

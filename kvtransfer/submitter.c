@@ -190,10 +190,9 @@ static void await_job(worker_t *w) {
     pthread_cond_wait(&w->changed, &w->lock);
     return;
   }
-  uint64_t until = w->expected_until;
   pthread_mutex_unlock(&w->lock);
   while (!__atomic_load_n(&w->first, __ATOMIC_ACQUIRE) && !__atomic_load_n(&w->closing, __ATOMIC_ACQUIRE) &&
-         now_ns() < until);
+         now_ns() < __atomic_load_n(&w->expected_until, __ATOMIC_RELAXED));
   pthread_mutex_lock(&w->lock);
 }
 
@@ -209,7 +208,7 @@ static void *work(void *argument) {
     if (!job) break;
     __atomic_store_n(&w->first, job->next, __ATOMIC_RELEASE);
     if (!w->first) w->last = NULL;
-    w->expected_until = 0;
+    __atomic_store_n(&w->expected_until, 0, __ATOMIC_RELAXED);
     pthread_mutex_unlock(&w->lock);
     __atomic_store_n(&job->state, RUNNING, __ATOMIC_RELAXED);
     if (code) job->code = (uint64_t)code;
@@ -248,12 +247,12 @@ void kvt_give(void *worker, job_t *job) {
   pthread_mutex_unlock(&w->lock);
 }
 
-/* A job will be given within EXPECTED_NS, most likely: the thread wakes up meanwhile. */
-void kvt_expect(void *worker) {
+/* A job will be given within EXPECTED_NS, most likely: the thread wakes up meanwhile. Or (0) none will after all. */
+void kvt_expect(void *worker, int expected) {
   worker_t *w = worker;
   pthread_mutex_lock(&w->lock);
-  w->expected_until = now_ns() + EXPECTED_NS;
-  pthread_cond_signal(&w->changed);
+  __atomic_store_n(&w->expected_until, expected ? now_ns() + EXPECTED_NS : 0, __ATOMIC_RELAXED);
+  if (expected) pthread_cond_signal(&w->changed);
   pthread_mutex_unlock(&w->lock);
 }
 

@@ -150,7 +150,7 @@ class Submitter:
             keeping.kvt_open, keeping.kvt_expect, keeping.kvt_give, releasing.kvt_close, releasing.kvt_await,
         )  # fmt: skip
         self._open.restype, self._open.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-        self._expect.restype, self._expect.argtypes = None, [ctypes.c_void_p]
+        self._expect.restype, self._expect.argtypes = None, [ctypes.c_void_p, ctypes.c_int]
         self._give.restype, self._give.argtypes = None, [ctypes.c_void_p] * 2
         self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]
         self._await.restype, self._await.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64]
@@ -171,12 +171,12 @@ class Submitter:
             observer.fell_back("submitter", f"{error}; transfers are submitted call by call")
             return None
 
-    def expect(self) -> None:
-        """A job follows within a millisecond, most likely: let the thread wake up meanwhile, which takes up to 0.1 ms.
-        Nothing happens before the first job."""
+    def expect(self, job: bool = True) -> None:
+        """A ``job`` follows within a millisecond, most likely: let the thread wake up meanwhile, which takes up to
+        0.1 ms; it stays awake so long. Or none does after all: let it sleep. Nothing happens before the first job."""
         with self._lock:
             if self._worker is not None:
-                self._expect(self._worker)
+                self._expect(self._worker, job)
 
     def give(self, job: Job) -> None:
         """Queue ``job`` behind those given before. The caller keeps it alive until it has ended."""

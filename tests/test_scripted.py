@@ -350,6 +350,30 @@ def test_an_interrupted_job_leaves_nothing_to_the_next(monkeypatch: pytest.Monke
     gpu.close()
 
 
+def test_a_job_is_expected_until_the_plan_says_that_there_will_be_none(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    said: list[bool] = []
+    for submitter in rig.engine._shop.submitters.values():
+        monkeypatch.setattr(submitter, "expect", lambda job=True: said.append(job))
+    monkeypatch.setattr(rig.engine, "_launch", lambda *a, **k: None)  # whether it is a job is known before
+    for ids, more, want in (
+        ([1, 2], {"layerwise": True}, [True]),
+        ([3], {}, []),  # the engine's thread will give it
+        ([4, 5], {"layerwise": True, "path": "cpu"}, [True, False]),
+        ([], {"layerwise": True}, [True, False]),
+    ):
+        said.clear()
+        rig.engine.load(ids, ids, **more)  # type: ignore[arg-type]
+        assert said == want
+    said.clear()
+    rig.engine.store([1], [1], layerwise=True)
+    assert not said
+    rig.close()
+    gpu.close()
+
+
 def test_no_copy_spans_two_registrations_and_neighbours_merge_else(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:

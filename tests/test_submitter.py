@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -342,6 +343,61 @@ def test_a_thread_that_expects_a_job_takes_it_and_sleeps_again_where_none_comes(
     submitter.expect()
     submitter.close()  # while it is awake
     submitter.expect()
+
+
+def test_a_thread_that_expects_nothing_any_more_sleeps_at_once(driver: Driver, submitter: Submitter) -> None:
+    work = job((RECORD, 1, 1))
+    submitter.give(work)
+    wait_for(lambda: work.ended)
+
+    def burnt_s(*expected: bool) -> float:
+        before = time.process_time()
+        for _ in range(60):
+            for job_follows in expected:
+                submitter.expect(job_follows)
+            time.sleep(0.002)
+        return time.process_time() - before
+
+    assert max(burnt_s(True) for _ in range(3)) > 2 * min(burnt_s(True, False) for _ in range(3))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_jobs_of_many_threads_all_end_and_none_is_taken_after_the_close(
+    seed: int, driver: Driver, tmp_path: Path
+) -> None:
+    """Jobs that were expected, or not, too early or in vain, while another thread closes."""
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 0, 0)
+    given: list[Job] = []
+    refused: list[TransferError] = []
+    wrong: list[BaseException] = []
+
+    def work(number: int) -> None:
+        rng = np.random.default_rng([seed, number])
+        try:
+            for _ in range(2000):
+                for _ in range(int(rng.integers(3))):
+                    made.expect(bool(rng.random() < 0.8))
+                if rng.random() < 0.05:
+                    time.sleep(rng.random() * 0.002)
+                mine = job((NONE,), (CHUNK, 0, 1), (NONE,), (CHUNK, 0, 2))
+                made.give(mine)
+                given.append(mine)
+                if rng.random() < 0.7:
+                    made.await_chunks(mine, int(rng.integers(1, 4)))
+        except TransferError as error:
+            refused.append(error)
+        except BaseException as error:  # kept: this test's failure
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(given) >= 1000 or bool(wrong))
+    made.close()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(refused) == 4 and all("closed" in str(e) for e in refused)
+    assert len(given) >= 1000 and all(g.ended and g.chunks_submitted == 2 for g in given)
 
 
 def test_closing_what_never_began_is_nothing(driver: Driver, tmp_path: Path) -> None:
