@@ -138,9 +138,10 @@ class TransferEngine:
         )
         ends = {"load": (host.layout, pool.layout, "src"), "store": (pool.layout, host.layout, "dst")}
         if isinstance(lanes, CudaLanes) and script and ring is not None:
+            word = 0 if lanes.word is None else lanes.word.data_ptr()
             with torch.cuda.device(pool.device):
                 for direction in ends:
-                    if (submitter := Submitter.create(lanes.copier, self.observer, lanes.word.data_ptr())) is not None:
+                    if (submitter := Submitter.create(lanes.copier, self.observer, word)) is not None:
                         self._shop.submitters[direction] = submitter
         self._terrain = {
             direction: Terrain(

@@ -21,7 +21,7 @@ from kvtransfer.fifo import Delays, FifoEvent, FifoStream
 from kvtransfer.kernels import relayout as relayout_kernels
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.digest import box_digests
-from kvtransfer.kernels.errors import KVTransferError, TransferError
+from kvtransfer.kernels.errors import CudaError, KVTransferError, TransferError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.kernels.table import CopyTable
@@ -99,6 +99,21 @@ class Lanes(Protocol):
     def close(self) -> None: ...
 
 
+def word_to_pass(device: torch.device, copier: Copier, stream: int, observer: Observer) -> torch.Tensor | None:
+    """[1] int32 on the device, which stays 0, for `CudaLanes.let_others_in`. None where streams can't wait for a word
+    (torch's own copies), or not for this one (said through the observer: managed memory, say): it is a courtesy, and
+    transfers go on without. Enqueues one such wait on ``stream``; zeros on torch's current stream."""
+    if not copier.supports_flags:
+        return None
+    word = torch.zeros(1, dtype=torch.int32, device=device)
+    try:
+        copier.wait_value(stream, word.data_ptr(), 0)
+    except CudaError as error:
+        observer.fell_back("small copies of others", f"{error}; they may wait for the end of a transfer")
+        return None
+    return word
+
+
 class CudaLanes:
     """Four streams of one device, none of them the legacy stream, of default priority (a high one lost, see
     docs/decisions.md). Verbs may be called from any thread, under the engine's lock.
@@ -109,8 +124,10 @@ class CudaLanes:
         with torch.cuda.device(device):
             self.streams = {lane: torch.cuda.Stream(device=device) for lane in LANES}
             self._aside = torch.cuda.Stream(device=device)
-            self.word = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0
         self.copier = copier if copier is not None else CopyEngine.create(device, observer=observer)
+        with self.aside():
+            self.word = word_to_pass(device, self.copier, self._aside.cuda_stream, observer)
+        self._aside.synchronize()  # its 0 is there before a lane looks
         self.owner: Owner | None = None
 
     def on(self, lane: str) -> AbstractContextManager[Any]:
@@ -135,7 +152,7 @@ class CudaLanes:
     def let_others_in(self, lane: str) -> None:
         """Before a chunk's copies: small ones of others, that have to wait for a kernel of theirs, come in between.
         They are kept out while one stream has copies on end (docs/performance.md, "Small copies of others")."""
-        if self.copier.supports_flags:
+        if self.word is not None:
             self.copier.wait_value(self.streams[lane].cuda_stream, self.word.data_ptr(), 0)
 
     def batch(self, lane: str, dst: U64, src: U64, sizes: U64, *, any_order: bool) -> None:

@@ -365,7 +365,7 @@ def test_a_job_is_expected_until_the_plan_says_that_there_will_be_none(
         ([], {"layerwise": True}, [True, False]),
     ):
         said.clear()
-        rig.engine.load(ids, ids, **more)  # type: ignore[arg-type]
+        rig.engine.load(ids, ids, **more)
         assert said == want
     said.clear()
     rig.engine.store([1], [1], layerwise=True)
