@@ -6,9 +6,9 @@ An engine's scheduler copies a few KiB to the GPU before each step (token ids, b
 (sampled tokens), each behind kernels of its stream. Timed one by one with one small kernel before each, alone and while
 loads (bulk and layer-wise) and stores of 1 GiB follow each other: from before the call until the host sees the event
 behind it, and on the GPU's clock from where the kernel may begin to the copy's end. The first also holds what the calls
-cost their caller beside the engine's thread. For comparison the same
-beside one large copy, and beside one batch of all pieces as they are. A copy counts where a transfer was under way when
-it was asked for. Needs a GPU: nothing queues for a link on the CPU backend.
+cost their caller beside the engine's thread. For comparison the same beside one large copy, and beside one batch of all
+pieces as they are. A copy counts where a transfer was under way when it was asked for. Needs a GPU: nothing queues for
+a link on the CPU backend.
 """
 
 from __future__ import annotations

@@ -196,6 +196,31 @@ def test_others_are_let_in_before_each_copy_of_pages_and_not_within(driver: Driv
     assert driver.log() == [(what, stream, {4: 111, 9: 0}[what]) for stream in (7, 8) for what in (9, 4, 4)]
 
 
+def test_a_wait_that_is_refused_ends_its_job_before_a_byte_of_it_moves(driver: Driver, tmp_path: Path) -> None:
+    word = np.zeros(1, dtype=np.int32)
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 0, word.ctypes.data)
+    here, there = np.arange(8, dtype=np.uint8), np.zeros(16, dtype=np.uint8)
+    ids, cut = np.zeros(1, dtype=np.int64), np.array([[0, 0, 8]], dtype=np.uint64)
+    first, second = (
+        pages(
+            ids=ids.ctypes.data, count=1, host=here.ctypes.data, ring=there.ctypes.data + at,
+            pieces=cut.ctypes.data, num_pieces=1, load=1,
+        )
+        for at in (0, 8)
+    )  # fmt: skip
+    rows = [(PAGES, 7, first.ctypes.data), (CHUNK, 0, 1), (PAGES, 7, second.ctypes.data), (CHUNK, 0, 2)]
+    failing, other = job(*rows, keep=(first, second)), job(*rows[2:], keep=second)
+    driver.set("fail_at", 2)  # wait, copy, wait
+    made.give(failing)
+    wait_for(lambda: failing.ended)
+    error = failing.error()
+    assert error is not None and error.code == 700 and "command 2 of 4 (copy of pages)" in str(error)
+    assert failing.chunks_submitted == 1 and there.tolist() == [*range(8), *[0] * 8]
+    made.give(other)
+    made.close()
+    assert other.error() is None and there.tolist() == [*range(8)] * 2
+
+
 @pytest.mark.parametrize("load", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_pages_are_copied_with_neighbours_merged_as_numpy_would(
