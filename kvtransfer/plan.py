@@ -131,6 +131,8 @@ class Plan:
         what = "load and forward" if p.finish_s != p.seconds else "it"
         if slower >= 0:
             return f"predicted {_figures(p)}: {what} would take {slower:.1%} longer, bound by {p.bound}"
+        if p.kept >= chosen.kept - GEMM_NOISE:
+            return f"predicted {_figures(p)}: {what} would take {-slower:.1%} less, noise, and it arrives later"
         return (
             f"predicted {_figures(p)}: {what} would take {-slower:.1%} less, "
             f"but leaves {p.kept:.0%} of a concurrent GEMM instead of {chosen.kept:.0%}"
@@ -239,12 +241,16 @@ def _barred(t: Terrain, can: Sequence[Prediction]) -> Iterable[tuple[str, str]]:
 
 
 def _best(can: Sequence[Prediction], barred: dict[str, str]) -> Prediction:
-    """The first one through; of those close behind it the one that takes least from the model."""
+    """The first one through; of those close behind it the one that takes least from the model. Of forwards that end
+    within the noise of what a GEMM keeps, the one whose load is through first: a few pages could be copied layer by
+    layer all along the forward, by Python that the forward needs as well."""
     free = [p for p in can if p.path not in barred] or can
     limit = min(p.finish_s for p in free) * (1 + MARGIN)
     close = [p for p in free if p.finish_s <= limit]
-    gentle = max(p.kept for p in close) - GEMM_NOISE
-    return min((p for p in close if p.kept >= gentle), key=lambda p: p.finish_s)
+    least = max(p.kept for p in close) - GEMM_NOISE
+    gentle = [p for p in close if p.kept >= least]
+    first = min(p.finish_s for p in gentle)
+    return min((p for p in gentle if p.finish_s <= first * (1 + GEMM_NOISE)), key=lambda p: p.seconds)
 
 
 def _figures(p: Prediction) -> str:
@@ -256,7 +262,10 @@ def _reason(t: Terrain, chosen: Prediction, others: Sequence[Prediction], barred
         return "the pool is in host memory"
     if not chosen.seconds:
         return "there is nothing to move"
-    if any(p.path not in barred and p.finish_s < chosen.finish_s for p in others):
+    quicker = [p for p in others if p.path not in barred and p.finish_s < chosen.finish_s]
+    if quicker and all(p.kept >= chosen.kept - GEMM_NOISE for p in quicker):
+        return f"within {GEMM_NOISE:.0%} of the quickest, and its last byte is there first"
+    if quicker:
         return f"within {MARGIN:.0%} of the quickest, and it takes less from the model"
     return "predicted to be through first" if others else "no other path can carry it"
 

@@ -138,6 +138,19 @@ def test_small_loads_wait_for_the_start_on_every_path(pages: int) -> None:
     assert predicted(facts(MEDIUM, pages=pages, layerwise=True), "mapped").seconds == pytest.approx(START_S + bulk)
 
 
+@pytest.mark.parametrize("figures", [H200, shipped_profile()], ids=["sketch", "shipped"])
+def test_few_pages_are_not_copied_layer_by_layer_all_along_the_forward(figures: LinkProfile) -> None:
+    """Where the forwards end at about the same time: 32 turns of Python against one job."""
+    for pages, compute_s in ((1, 4e-4), (1, 8.1e-4), (7, 8.1e-4), (7, 2e-3), (64, 2e-3)):
+        plan = make_plan(facts(MEDIUM, pages=pages, layerwise=True, compute_s=compute_s, profile=figures))
+        assert plan.path == "staged"
+    strided = next(p for p in plan.others if p.path == "strided")
+    assert plan.predicted is not None and strided.seconds > 5 * plan.predicted.seconds
+    if strided.finish_s < plan.predicted.finish_s:
+        assert "within 3% of the quickest, and its last byte is there first" in plan.explain()
+        assert "less, noise, and it arrives later" in plan.explain()
+
+
 def test_on_the_cpu_no_link_has_to_begin() -> None:
     quick = profile(staged=flat(1e3), cpu=flat(1e3))
     for layerwise in (False, True):
