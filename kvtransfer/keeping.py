@@ -71,8 +71,8 @@ class Keeping(Prefetching):
 
     def evict(self, tier: str, pages: int) -> Ids:
         """Give up to ``pages`` pages of a tier up, by its policy, none that is held. Returns the slots (of the device
-        tier: its page ids) that are free now; others follow when a lower tier has them: ask again then. Raises ConfigError
-        for a tier that is not there, or pages that are no number of them."""
+        tier: its page ids) that are free now; others follow when a lower tier has them: ask again then. Raises
+        ConfigError for a tier that is not there, or pages that are no number of them."""
         if isinstance(pages, bool) or not isinstance(pages, int | np.integer):
             raise ConfigError(f"evict: expected a whole number of pages, got {pages!r}")
         with self._working():
