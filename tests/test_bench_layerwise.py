@@ -490,11 +490,11 @@ def test_a_copy_counts_where_a_transfer_was_under_way_before_it() -> None:
 @pytest.mark.gpu
 def test_small_copies_beside_transfers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
-    words = ["--mib", "128", "--repeats", "30", "--json", str(data), "--plot", str(picture)]
+    words = ["--mib", "512", "--repeats", "30", "--json", str(data), "--plot", str(picture)]
     assert bench_neighbours.main(words) == 0
     rows = json.loads(data.read_text())["rows"]
     assert len(rows) == 14 and all(row["exact"] and row["samples"] > 0 for row in rows)
-    most = {(row["small"], row["beside"].split(" [")[0]): row["gpu"]["p95_us"] for row in rows}
+    most = {(row["small"], row["beside"].split(" [")[0]): row["host"]["p95_us"] for row in rows}
     for beside in (("to the GPU", "load"), ("to the GPU", "load layer-wise"), ("from it", "store")):
-        assert most[beside] < 0.7 * 128 / 1024 * 19_000, "let in before the whole transfer is through"
+        assert most[beside] < 5_000, "of a transfer of 10 ms: let in before the whole of it is through"
     assert "load layer-wise" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")
