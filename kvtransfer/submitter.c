@@ -6,6 +6,7 @@
  * GIL, so neither a forward that is being launched nor a busy Python thread delays a transfer, or is delayed by it.
  */
 #include <pthread.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -192,7 +193,8 @@ static void await_job(worker_t *w) {
   }
   pthread_mutex_unlock(&w->lock);
   while (!__atomic_load_n(&w->first, __ATOMIC_ACQUIRE) && !__atomic_load_n(&w->closing, __ATOMIC_ACQUIRE) &&
-         now_ns() < __atomic_load_n(&w->expected_until, __ATOMIC_RELAXED));
+         now_ns() < __atomic_load_n(&w->expected_until, __ATOMIC_RELAXED))
+    sched_yield(); /* it may have woken up on the core of the thread that will give the job */
   pthread_mutex_lock(&w->lock);
 }
 

@@ -375,13 +375,16 @@ def test_a_thread_that_expects_nothing_any_more_sleeps_at_once(driver: Driver, s
     submitter.give(work)
     wait_for(lambda: work.ended)
 
+    def others_s() -> float:
+        return time.process_time() - time.thread_time()
+
     def burnt_s(*expected: bool) -> float:
-        before = time.process_time()
+        before = others_s()
         for _ in range(60):
             for job_follows in expected:
                 submitter.expect(job_follows)
             time.sleep(0.002)
-        return time.process_time() - before
+        return others_s() - before
 
     assert max(burnt_s(True) for _ in range(3)) > 2 * min(burnt_s(True, False) for _ in range(3))
 
