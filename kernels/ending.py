@@ -53,6 +53,27 @@ class Ending:
             time.sleep(GRACE_S)
 
 
+class Daemon(threading.Thread):
+    """A daemon thread of those who move other people's memory. It may be what drops the last hold on a tensor, and to
+    free one is a call into C++: at the end of the interpreter ``leave`` is called, which tells it to end and returns at
+    once, and it is waited for."""
+
+    def __init__(self, target: Callable[..., object], *args: object, name: str, leave: Callable[[], object]) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._leave = leave
+
+    def start(self) -> None:
+        super().start()
+        _ending.add(self)
+
+    def leave(self) -> None:
+        self._leave()
+
+    def left(self, timeout_s: float) -> None:
+        if self is not threading.current_thread():
+            self.join(timeout_s)
+
+
 class Section:
     """A context manager around calls into C++ on threads that nobody joins. At the end of the interpreter those under
     way are waited for, and whoever wants to begin one gets an ``error``."""
