@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from kvtransfer.kernels.errors import TransferError
 
-GRACE_S = 0.1  # for a call into C++ that nobody told of here: none begins any more, and they take microseconds
 LONGEST_S = 5.0  # for all to come to rest; it takes as long as what PyTorch or the driver was last asked
 
 
@@ -49,8 +48,6 @@ class Ending:
             leaver.leave()
         for leaver in leavers:
             leaver.left(max(0.0, until - time.monotonic()))
-        if leavers:
-            time.sleep(GRACE_S)
 
 
 class Daemon(threading.Thread):
