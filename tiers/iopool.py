@@ -40,9 +40,7 @@ class PoolEngine:
         self._leaving = False  # the interpreter ends
         self._fds: dict[int, int] = {}
         self._next_file = 0
-        self._threads = [
-            Daemon(self._run, name=f"{name}-io-{i}", leave=self._leave) for i in range(max(1, threads))
-        ]
+        self._threads = [Daemon(self._run, name=f"{name}-io-{i}", leave=self._leave) for i in range(max(1, threads))]
         for thread in self._threads:
             thread.start()
 
