@@ -13,9 +13,9 @@ import pytest
 from disk_helpers import SPACE, TINY, tiny_record
 from tier_contract import done, eventually
 
-from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.memory_tier import MemoryTier
+from kvtransfer.tiers.storage import EngineKind
 
 # Freeing a tensor gives the interpreter lock away: the main thread, which waits for it, gets it in the middle of one.
 PROGRAM = """
@@ -38,13 +38,13 @@ sys.exit(0 if freed.wait(30) else "the tier keeps what it was given")
 KINDS = ["io_uring", "threads", "batch", "memory"]
 
 
-def make(folder: str, kind: str) -> Tier:
+def make(folder: str, kind: str) -> DiskTier | MemoryTier:
     """A tier with I/O of a kind, one that commits on a thread of its own, or one of workers."""
     if kind == "memory":
         return MemoryTier(capacity_bytes=64 << 20)
     if kind == "batch":
         return DiskTier(folder, TINY, namespace=SPACE, capacity_pages=2500, sync="batch")
-    engine = "io_uring" if kind == "io_uring" else "threads"
+    engine: EngineKind = "io_uring" if kind == "io_uring" else "threads"
     return DiskTier(folder, TINY, namespace=SPACE, capacity_pages=2500, engine=engine)
 
 
