@@ -2,16 +2,18 @@
 
     python bench/bench_neighbours.py [--quick] [--kib 4] [--repeats 4000] [--json FILE] [--plot FILE]
 
-An engine's scheduler copies a few KiB to the GPU before each step (token ids, block tables), from pinned memory on a
-stream of its own. Timed one by one, alone and while loads (bulk and layer-wise) and stores of 1 GiB follow each other:
-from before the call until the host sees the event behind it, and on the GPU's clock from where the copy may begin to
-its end. The first also holds what the calls cost their caller beside the engine's thread. For comparison the same
+An engine's scheduler copies a few KiB to the GPU before each step (token ids, block tables) and from it behind each
+(sampled tokens), each behind kernels of its stream. Timed one by one with one small kernel before each, alone and while
+loads (bulk and layer-wise) and stores of 1 GiB follow each other: from before the call until the host sees the event
+behind it, and on the GPU's clock from where the kernel may begin to the copy's end. The first also holds what the calls
+cost their caller beside the engine's thread. For comparison the same
 beside one large copy, and beside one batch of all pieces as they are. A copy counts where a transfer was under way when
 it was asked for. Needs a GPU: nothing queues for a link on the CPU backend.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -54,9 +56,10 @@ class Latency:
 
 @dataclass(frozen=True)
 class Row:
-    """``samples`` small copies beside ``transfers`` transfers. ``host``: call to event seen; ``gpu``: on its clock.
-    ``exact``: every small copy arrived, and the transfer moves the right bytes."""
+    """``samples`` small copies (``small``: which way) beside ``transfers`` transfers. ``host``: call to event seen;
+    ``gpu``: on its clock. ``exact``: every small copy arrived, and the transfer moves the right bytes."""
 
+    small: str
     beside: str
     samples: int
     transfers: int
@@ -74,6 +77,7 @@ def measure(probe: Probe, neighbour: Neighbour, samples: int) -> Row:
     neighbour.begin().wait()
     got, transfers = sample(probe, probe.check, neighbour, samples)
     return Row(
+        small=probe.name,
         beside=neighbour.name,
         samples=len(got),
         transfers=transfers,
@@ -88,9 +92,10 @@ def measure(probe: Probe, neighbour: Neighbour, samples: int) -> Row:
 def print_rows(rows: Sequence[Row]) -> None:
     """The table."""
     times = [f"{where} {what}" for where in ("host", "GPU") for what in ("median", "95 %", "worst")]
-    columns = ["beside", "MB each", "samples", "transfers", *times, "exact"]
+    columns = ["copies", "beside", "MB each", "samples", "transfers", *times, "exact"]
     cells = [
         [
+            r.small,
             r.beside,
             f"{r.total_bytes / 1e6:.4g}" if r.total_bytes else "",
             f"{r.samples:,}",
@@ -101,13 +106,13 @@ def print_rows(rows: Sequence[Row]) -> None:
         ]
         for r in rows
     ]
-    print_table(f"us that a copy of {rows[0].small_bytes:,} bytes to the GPU takes others", columns, cells)
+    print_table(f"us that a kernel and a copy of {rows[0].small_bytes:,} bytes take others", columns, cells, left=2)
 
 
 def plot(file: Path, rows: Sequence[Row]) -> None:
     """A PNG: a line a row from the median over the 95th percentile to the worst, for host and GPU clock."""
     plt = require_matplotlib()
-    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.4 * len(rows)))
+    figure, axes = plt.subplots(figsize=(8, 1.6 + 0.3 * len(rows)))
     for shift, clock, color in ((-0.15, "host", "#7aa6c2"), (0.15, "GPU", "#c2603a")):
         at = [n + shift for n in range(len(rows))]
         seen = [r.host if clock == "host" else r.gpu for r in rows]
@@ -115,10 +120,10 @@ def plot(file: Path, rows: Sequence[Row]) -> None:
         axes.plot([s.median_us for s in seen], at, "|", ms=10, mew=2, color=color, label=f"{clock}: median")
         axes.plot([s.p95_us for s in seen], at, "o", ms=4, color=color, label="95 %")
         axes.plot([s.worst_us for s in seen], at, ">", ms=4, color=color, label="worst")
-    axes.set_yticks(range(len(rows)), [r.beside for r in rows], fontsize=7)
+    axes.set_yticks(range(len(rows)), [f"{r.small}, {r.beside}" for r in rows], fontsize=7)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlabel(f"us of a copy of {rows[0].small_bytes:,} bytes to the GPU")
+    axes.set_xlabel(f"us of a kernel and a copy of {rows[0].small_bytes:,} bytes")
     axes.legend(fontsize=6, ncols=2)
     figure.tight_layout()
     figure.savefig(file, dpi=130, format="png")
@@ -140,19 +145,19 @@ def main(argv: Sequence[str] | None) -> int:
     samples = args.repeats or (QUICK_SAMPLES if args.quick else SAMPLES)
     total = args.mib << 20 if args.mib else QUICK_BYTES if args.quick else TOTAL_BYTES
     rows: list[Row] = []
-    probe = Probe(device, args.kib << 10)
+    probes = [Probe(device, args.kib << 10, to_device=to_device) for to_device in (True, False)]
     with Rig(SHAPES["llama8b"], args.page_size, total, device, seed=args.seed) as rig:
         those = neighbours(rig)
-        with progress(len(those)) as step:
-            for neighbour in those:
-                step(neighbour.name)
+        with progress(len(probes) * len(those)) as step:
+            for probe, neighbour in itertools.product(probes, those):
+                step(f"{probe.name}, {neighbour.name}")
                 rows.append(measure(probe, neighbour, samples))
     print_rows(rows)
     if args.json is not None:
         write_content(args.json, device, rows=[asdict(r) for r in rows])
     if args.plot is not None:
         plot(args.plot, rows)
-    wrong = [r.beside for r in rows if not r.exact]
+    wrong = [f"{r.small}, {r.beside}" for r in rows if not r.exact]
     if wrong:
         print(f"wrong bytes: {', '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0

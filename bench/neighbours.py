@@ -12,26 +12,35 @@ from baselines import UnmergedBatch
 from rigs import LIMIT_S, Rig
 from works import EngineWork
 
-LONGEST_S = 10.0  # of one case
+LONGEST_S = 3.0  # of one case
 
 
 class Probe:
-    """Small copies to the GPU, each of new random bytes, from pinned memory on a stream of its own."""
+    """Small copies to the GPU or from it, each of new random bytes, on a stream of its own, from or to pinned memory.
+    Each comes behind a kernel, as inputs do behind the step before them, and sampled tokens behind the sampler."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self.nbytes, self._device = nbytes, device
+    def __init__(self, device: torch.device, nbytes: int, *, to_device: bool = True) -> None:
+        self.nbytes, self.to_device, self._device = nbytes, to_device, device
         self._stream = torch.cuda.Stream(device)
-        self._source = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        self._target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._kernels_own = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._source, self._target = (host, there) if to_device else (there, host)
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.exact = True
 
+    @property
+    def name(self) -> str:
+        return "to the GPU" if self.to_device else "from it"
+
     def __call__(self) -> tuple[float, float]:
-        """(seconds from the call until the host sees its end, seconds by the GPU's clock) of one copy."""
-        self._source.random_()
+        """(seconds from the call until the host sees its end, seconds by the GPU's clock) of a copy and its kernel."""
+        if self.to_device:
+            self._source.random_()
         started = time.perf_counter()
         with torch.cuda.stream(self._stream):
             self._begin.record()
+            (self._kernels_own if self.to_device else self._source).random_()
             self._target.copy_(self._source, non_blocking=True)
             self._end.record()
         self._end.synchronize()
@@ -41,7 +50,7 @@ class Probe:
     def check(self) -> None:
         """Compare what arrived last. Not with every copy: it would be one more of them."""
         torch.cuda.synchronize(self._device)
-        self.exact = self.exact and torch.equal(self._target.cpu(), self._source)
+        self.exact = self.exact and torch.equal(self._target.cpu(), self._source.cpu())
 
 
 @dataclass(frozen=True)

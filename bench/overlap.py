@@ -21,8 +21,8 @@ from paired import Interval, Spread, paired_ratio
 from rigs import Rig
 from works import moved_exactly
 
-WARM_UPS = 2  # forwards alone whose times do not count
-SPLIT_RUNS = 3  # forwards alone that say how the time of one is split over the layers
+WARM_UPS = 5  # forwards alone whose times do not count
+SPLIT_RUNS = 3  # forwards alone that say how one is split over its layers, and others that say how long it is
 LONGEST_S = 4.0  # of the rounds of one case
 OVER_IDEAL, OVER_LAUNCHES = "over ideal", f"over {LAUNCHES}"  # what bars are of
 
@@ -100,26 +100,27 @@ class Row:
 
 @dataclass(frozen=True)
 class Split:
-    """How a forward alone spreads over its layers. ``shares`` add up to 1; ``layer_s``: the mean layer, in seconds."""
+    """How a forward alone spreads over its layers. ``shares`` add up to 1; ``layer_s``: the mean layer of
+    forwards without marks, in seconds."""
 
     shares: tuple[float, ...]
     layer_s: float
 
     @classmethod
-    def of(cls, runs: Sequence[Sequence[float]]) -> Split:
-        """Medians over ``runs``, each the seconds of every layer."""
+    def of(cls, runs: Sequence[Sequence[float]], whole_s: Sequence[float]) -> Split:
+        """Medians over ``runs``, each the seconds of every layer, and over those of whole forwards."""
         layers = [statistics.median(times) for times in zip(*runs, strict=True)]
-        whole = statistics.median(sum(run) for run in runs)
-        return cls(tuple(t / sum(layers) for t in layers), whole / len(layers))
+        return cls(tuple(t / sum(layers) for t in layers), statistics.median(whole_s) / len(layers))
 
 
 def split_of(forward: Forward, x: torch.Tensor, busy: bool) -> Split:
-    """Of forwards alone. Marks between layers cost a busy process time of their own: these runs say how a forward is
-    split, and not how long it is."""
+    """Of forwards alone. Marks between layers cost time of their own, most of all in a busy process: runs with them say
+    how a forward is split, others how long it is."""
     for _ in range(WARM_UPS):
         forward.seconds(lambda: forward(x))
     with busy_thread(busy):
-        return Split.of([forward.layer_seconds(x) for _ in range(SPLIT_RUNS)])
+        marked = [forward.layer_seconds(x) for _ in range(SPLIT_RUNS)]
+        return Split.of(marked, [forward.seconds(lambda: forward(x)) for _ in range(SPLIT_RUNS)])
 
 
 @dataclass(frozen=True)

@@ -335,7 +335,8 @@ class CopyEngine(Copier):
         """Addresses for `kvtransfer.submitter`, in the order of its ``driver_t``: functions (the batch in the form of
         `batch_version`), then the batch attributes in stream order and in any order. Valid as long as this engine."""
         symbols = (_BATCH, "cuStreamWaitEvent", "cuEventRecord", "cuEventQuery", "cuLaunchKernel", "cuMemcpyAsync",
-                   "cuMemsetD8Async", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode")  # fmt: skip
+                   "cuMemsetD8Async", "cuStreamWaitValue32", "cuCtxSetCurrent",
+                   "cuThreadExchangeStreamCaptureMode")  # fmt: skip
         attributes = (ctypes.addressof(self._stream_order), ctypes.addressof(self._any_order))
         return (*(self._addresses[symbol] for symbol in symbols), *attributes)
 

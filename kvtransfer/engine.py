@@ -137,10 +137,10 @@ class TransferEngine:
             host.address + (host.device_shift(pool.device) if on_gpu and host.pinned else 0),
         )
         ends = {"load": (host.layout, pool.layout, "src"), "store": (pool.layout, host.layout, "dst")}
-        if on_gpu and script and ring is not None:
+        if isinstance(lanes, CudaLanes) and script and ring is not None:
             with torch.cuda.device(pool.device):
                 for direction in ends:
-                    if (submitter := Submitter.create(lanes.copier, self.observer)) is not None:
+                    if (submitter := Submitter.create(lanes.copier, self.observer, lanes.word.data_ptr())) is not None:
                         self._shop.submitters[direction] = submitter
         self._terrain = {
             direction: Terrain(
@@ -313,6 +313,8 @@ class TransferEngine:
         deadline_s: float | None,
         compute_s: float | None = None,
     ) -> TransferHandle:
+        if layerwise and direction == "load" and (submitter := self._shop.submitters.get(direction)) is not None:
+            submitter.expect()  # the forward waits: its thread wakes up while the ids are checked
         slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
         plan = self._plan(direction, slot_ids, page_ids, layerwise, path, compute_s)
         handle = self._handle(plan, deadline_s)

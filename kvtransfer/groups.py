@@ -17,6 +17,8 @@ import numpy as np
 MAX_GROUP_LAYERS = 4  # 1,2,3,4,4,..,4,3,2,1 was the best of six patterns in a forward (H200, pages of 16)
 _SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
+LAUNCHED = 0.75  # of an eager layer's launches, what the GPU takes for it at most (8B-shaped, 64 new tokens, H200)
+
 Groups = tuple[tuple[int, int], ...]
 WORTH = 0.002  # of the whole, that one more group must gain: a slower CPU writes fewer descriptors in time
 
@@ -78,7 +80,8 @@ def patterns(num_layers: int) -> tuple[Groups, ...]:
 
 class Beside(NamedTuple):
     """A forward: seconds of a layer, and whether it is its launches that take so long. Only then does what delays the
-    thread that launches delay the forward: otherwise that thread is far ahead."""
+    thread that launches delay the forward: otherwise that thread is far ahead. Where it is the launches, they go on
+    while layers are awaited, and once a layer is there the GPU needs `LAUNCHED` of its time for it."""
 
     layer_s: float
     launches: bool = False
@@ -89,13 +92,18 @@ def layers_done(groups: Groups, ends: Sequence[int], group_s: GroupSeconds, besi
 
     ``ends`` are the bytes of a page up to the end of each layer, beginning with 0.
     """
-    cpu = lane = arrived = done = 0.0
+    cpu = lane = arrived = launched = done = 0.0
     for start, stop in groups:
         times = group_s(ends[stop] - ends[start], start == 0)
         cpu += times.submit
         lane = max(lane + times.copy, cpu + times.last)
         arrived = lane + times.lag
-        done = max(done, arrived) + (stop - start) * beside.layer_s + beside.launches * times.delay
+        computing = (stop - start) * beside.layer_s
+        if beside.launches:
+            launched = max(launched, cpu) + computing + times.delay
+            done = max(max(done, arrived) + LAUNCHED * computing, launched)
+        else:
+            done = max(done, arrived) + computing
     return arrived, done
 
 

@@ -210,6 +210,7 @@ class HostTransfer(Transfer):
     def _ring_copy(self, chunk: Chunk, ring_address: int) -> None:
         dst, src, sizes = self.ring_descriptors(chunk, ring_address)
         lanes, lane = self.shop.lanes, self.copy_lane
+        lanes.let_others_in(lane)
         if self.shop.observer.spans:
             with self.span("copy", lane, chunk):
                 lanes.batch(lane, dst, src, sizes, any_order=self.any_order)
@@ -275,6 +276,7 @@ class HostTransfer(Transfer):
         return lanes.record(self.last_lane)
 
     def _copy_runs(self, geometry: Geometry, src: list[int], dst: list[int], src_ids: Ids, dst_ids: Ids) -> None:
+        self.shop.lanes.let_others_in(self.copy_lane)
         merged = geometry.merged
         alone = np.zeros(src_ids.size, dtype=bool)
         plain = all(not e.loops for e in merged)

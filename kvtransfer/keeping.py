@@ -71,9 +71,13 @@ class Keeping(Prefetching):
 
     def evict(self, tier: str, pages: int) -> Ids:
         """Give up to ``pages`` pages of a tier up, by its policy, none that is held. Returns the slots (of the device
-        tier: its page ids) that are free now; others follow when a lower tier has them: ask again then."""
+        tier: its page ids) that are free now; others follow when a lower tier has them: ask again then. Raises
+        ConfigError for a tier that is not there, or pages that are no number of them."""
+        if isinstance(pages, bool) or not isinstance(pages, int | np.integer):
+            raise ConfigError(f"evict: expected a whole number of pages, got {pages!r}")
         with self._working():
-            return self._evict(self._book(tier), pages) if pages > 0 else np.empty(0, dtype=np.int64)
+            book = self._book(tier)
+            return self._evict(book, int(pages)) if pages > 0 else np.empty(0, dtype=np.int64)
 
     def flush(self, tier: str) -> Ids:
         """`evict` everything of one tier that is not held; the others keep what they have."""

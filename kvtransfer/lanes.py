@@ -90,6 +90,7 @@ class Lanes(Protocol):
 
     def record(self, lane: str) -> Event: ...
     def wait(self, lane: str, event: Event) -> None: ...
+    def let_others_in(self, lane: str) -> None: ...
     def batch(self, lane: str, dst: U64, src: U64, sizes: U64, *, any_order: bool) -> None: ...
     def copy_2d(
         self, lane: str, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int
@@ -108,6 +109,7 @@ class CudaLanes:
         with torch.cuda.device(device):
             self.streams = {lane: torch.cuda.Stream(device=device) for lane in LANES}
             self._aside = torch.cuda.Stream(device=device)
+            self.word = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0
         self.copier = copier if copier is not None else CopyEngine.create(device, observer=observer)
         self.owner: Owner | None = None
 
@@ -129,6 +131,12 @@ class CudaLanes:
         """Later work of the lane starts after ``event``; the caller is not held."""
         assert isinstance(event, torch.cuda.Event)
         self.streams[lane].wait_event(event)
+
+    def let_others_in(self, lane: str) -> None:
+        """Before a chunk's copies: small ones of others, that have to wait for a kernel of theirs, come in between.
+        They are kept out while one stream has copies on end (docs/performance.md, "Small copies of others")."""
+        if self.copier.supports_flags:
+            self.copier.wait_value(self.streams[lane].cuda_stream, self.word.data_ptr(), 0)
 
     def batch(self, lane: str, dst: U64, src: U64, sizes: U64, *, any_order: bool) -> None:
         """Copy-engine batch (`kvtransfer.dma.Copier.batch`)."""
@@ -179,6 +187,9 @@ class CpuLanes:
     def wait(self, lane: str, event: Event) -> None:
         assert isinstance(event, FifoEvent)
         self.streams[lane].wait(event)
+
+    def let_others_in(self, lane: str) -> None:
+        """Nothing queues for a link here."""
 
     def batch(self, lane: str, dst: U64, src: U64, sizes: U64, *, any_order: bool) -> None:
         self._put(lane, lambda: self.copier.batch(dst, src, sizes, 0, any_order=any_order))

@@ -36,10 +36,12 @@ BESIDE_LAUNCHES_US = 0.4
 PYTHON_PIECE_US = 2.0
 PYTHON_CHUNK_US = 460.0
 SCRIPTED_LAUNCH_US = 5.0  # of the submitter in C (H200: a transfer of one chunk, two launches and a copy, took 37 us)
-# A forward beside its load takes longer than alone. One that fills the GPU takes a tenth more. Of one that waits for
-# its launches, the thread that launches is held for so much of the time in which descriptors are written. One or the
-# other fits each of 14 loads on H200s with fast and slow CPUs within 3 %. Nobody says which it is: both count.
-SLOWED, HELD = 1.1, 0.55
+# A layer-wise load beside its forward: the link begins so long after the call, copies take a little longer than alone,
+# and so does a forward that fills the GPU. With these 18 loads in nine patterns beside 512 and 1,024 new tokens came
+# within 2 % (H200, four hardware queues), but for groups of two layers. Of a forward that waits for its launches, the
+# thread that launches is held for so much of the time in which descriptors are written. Nobody says which it is: both
+# count, up to a layer that takes longer than the launches of an eager one (0.4 ms on a fast CPU, 0.5 on a slow one).
+START_S, COPY_SLOWED, SLOWED, HELD, LONGEST_LAUNCHES_S = 0.65e-3, 1.03, 1.01, 0.55, 0.55e-3
 UNKNOWN_COMPUTE = (0.25, 0.5, 1.0, 2.0)  # a layer's computing over its link time, where nobody says what it is
 
 Ids = NDArray[np.int64]
@@ -213,18 +215,19 @@ class Terrain:
         """Layer groups of a layer-wise load of about so many pages beside layers that take about ``compute_s`` each.
 
         On the CPU, where groups gain nothing, always the usual ones: the logic above them is tested there.
-        Worked out once for each power of two of pages (and of the fourth root of two of seconds), then remembered.
+        Worked out once for each power of two of pages (and of the eighth root of two of seconds), then remembered.
         """
         if self.fixed_groups:
             return self.fixed_groups
         if not self.on_gpu:
             return tuple(layer_groups(self.spec.num_layers))
         about = 1 << max(0, pages - 1).bit_length()
-        near = None if compute_s is None else 2.0 ** (round(4 * math.log2(compute_s)) / 4)
+        near = None if compute_s is None else 2.0 ** (round(8 * math.log2(compute_s)) / 8)
         if (about, near) not in self._groups:
             link_s = self.spec.page_bytes * about / self.spec.num_layers / self.peak * 1e-9
             times = [ratio * link_s for ratio in UNKNOWN_COMPUTE] if near is None else [near]
-            forwards = [b for s in times for b in (Beside(SLOWED * s), Beside(s, launches=True))]
+            forwards = [Beside(SLOWED * s) for s in times]
+            forwards += [Beside(s, launches=True) for s in times if s < LONGEST_LAUNCHES_S]
             self._groups[about, near] = best_groups(
                 self.layer_ends, lambda n, first: self._group_s(n, about, first), forwards, self.slot_bytes
             )
@@ -237,10 +240,10 @@ class Terrain:
         """
         total = page_bytes * pages
         beside = 0.0 if first else BESIDE_LAUNCHES_US
-        copy = self.link_s("staged", page_bytes, pages)
+        copy = COPY_SLOWED * self.link_s("staged", page_bytes, pages)
         last = min(total, self.slot_bytes)
         return GroupTimes(
-            GROUP_S + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
+            (START_S if first else GROUP_S) + pages * (self.profile.cpu.descriptor_us + beside) * 1e-6,
             copy,
             copy * last / total,
             last * self.relayout_s_per_byte + self.profile.cpu.launch_us * 1e-6,
@@ -324,14 +327,14 @@ def _strided(t: Terrain, asked: Asked) -> Prediction:
     busy += (chunks - 1) * chunk_s
     seconds, bound = _slowest(link, busy, 0.0)
     # The kernel that reads along for digests runs before the first copy or after the last one.
-    seconds += chunk_s + t.spec.page_bytes * asked.pages / chunks * t.relayout_s_per_byte
+    seconds += chunk_s + t.spec.page_bytes * asked.pages / chunks * t.relayout_s_per_byte + _start_s(t, asked)
     return _prediction(t, "strided", asked, seconds, _even_finish(t, asked, "strided", seconds), count, bound)
 
 
 def _mapped(t: Terrain, asked: Asked) -> Prediction:
     factor = t.profile.mapped_factor(t.way, t.budget.ctas)
     link = sum(t.link_s("mapped", unit, asked.pages * n, factor) for unit, n in t.units)
-    seconds = link + t.profile.cpu.launch_us * 1e-6
+    seconds = link + t.profile.cpu.launch_us * 1e-6 + _start_s(t, asked)
     count = asked.pages * t.direct.pieces_a_page
     return _prediction(t, "mapped", asked, seconds, _even_finish(t, asked, "mapped", seconds), count, "the link")
 
@@ -355,6 +358,11 @@ def _prediction(
 
 def _slowest(link: float, cpu: float, relayout: float) -> tuple[float, str]:
     return max((link, "the link"), (cpu, "the CPU"), (relayout, "the relayout"))
+
+
+def _start_s(t: Terrain, asked: Asked) -> float:
+    """From the call of a layer-wise load until the link begins."""
+    return START_S if t.on_gpu and asked.layerwise and t.direction == "load" else 0.0
 
 
 def _even_finish(t: Terrain, asked: Asked, path: str, seconds: float) -> float:

@@ -14,7 +14,7 @@
 enum { NONE, WAIT, RECORD, PACE, PAGES, LAUNCH, CHUNK, COPY, ZERO };
 enum { MADE, QUEUED, RUNNING, ENDED };
 enum { NOT_READY = 600, OUT_OF_MEMORY = 2, INVALID_VALUE = 1 }; /* CUresult */
-enum { NAP_NS = 20000, SPIN_NS = 100000 };
+enum { NAP_NS = 20000, SPIN_NS = 100000, EXPECTED_NS = 1000000 };
 
 typedef struct {
   uint64_t batch_version;
@@ -26,10 +26,12 @@ typedef struct {
                 unsigned shared, void *stream, void **params, void **extra);
   int (*copy)(uint64_t dst, uint64_t src, size_t bytes, void *stream);
   int (*zero)(uint64_t dst, unsigned char value, size_t bytes, void *stream);
+  int (*wait_value)(void *stream, uint64_t address, uint32_t value, unsigned flags);
   int (*set_context)(void *context);
   int (*exchange_capture_mode)(int *mode);
   void *attributes, *any_order_attributes; /* CUmemcpyAttributes[1] */
   void *context;
+  uint64_t word; /* where the GPU finds a 0, or 0: see copy_pages */
 } driver_t;
 
 typedef struct { uint64_t op, stream, a[6]; } command_t;
@@ -62,6 +64,7 @@ typedef struct {
   pthread_cond_t changed;
   job_t *first, *last;
   int closing;
+  uint64_t expected_until; /* stay awake until then */
   uint64_t *dst, *src, room; /* descriptors of one batch */
   size_t *sizes;
 } worker_t;
@@ -110,6 +113,8 @@ static uint64_t describe(worker_t *w, const pages_t *p) {
   return n;
 }
 
+/* The copy engine goes on with one stream while that has copies for it, and a small copy of others that once had to wait
+ * for a kernel stays out until it has none. A wait, which has passed already, lets them in between two chunks. */
 static int copy_pages(worker_t *w, const pages_t *p, void *stream) {
   const driver_t *d = &w->driver;
   size_t first = 0, failed = (size_t)-1;
@@ -117,6 +122,7 @@ static int copy_pages(worker_t *w, const pages_t *p, void *stream) {
   int code = reserve(w, p->count * p->num_pieces);
   if (code) return code;
   uint64_t n = describe(w, p), step = p->most ? p->most : n;
+  if (n && d->word) code = d->wait_value(stream, d->word, 0, 0);
   for (uint64_t at = 0; at < n && !code; at += step) {
     uint64_t count = n - at < step ? n - at : step;
     uint64_t *dst = w->dst + at, *src = w->src + at;
@@ -172,6 +178,25 @@ static void run(worker_t *w, job_t *job) {
   job->failed_at = job->count;
 }
 
+static uint64_t now_ns(void) {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+/* Under the lock, as a wait is: until there may be a job. Where one is expected the thread stays awake. */
+static void await_job(worker_t *w) {
+  if (now_ns() >= w->expected_until) {
+    pthread_cond_wait(&w->changed, &w->lock);
+    return;
+  }
+  uint64_t until = w->expected_until;
+  pthread_mutex_unlock(&w->lock);
+  while (!__atomic_load_n(&w->first, __ATOMIC_ACQUIRE) && !__atomic_load_n(&w->closing, __ATOMIC_ACQUIRE) &&
+         now_ns() < until);
+  pthread_mutex_lock(&w->lock);
+}
+
 static void *work(void *argument) {
   worker_t *w = argument;
   int relaxed = 2; /* CU_STREAM_CAPTURE_MODE_RELAXED: other threads' graph captures are not this thread's business */
@@ -179,11 +204,12 @@ static void *work(void *argument) {
   if (!code) code = w->driver.exchange_capture_mode(&relaxed);
   pthread_mutex_lock(&w->lock);
   for (;;) {
-    while (!w->first && !w->closing) pthread_cond_wait(&w->changed, &w->lock);
+    while (!w->first && !w->closing) await_job(w);
     job_t *job = w->first;
     if (!job) break;
-    w->first = job->next;
+    __atomic_store_n(&w->first, job->next, __ATOMIC_RELEASE);
     if (!w->first) w->last = NULL;
+    w->expected_until = 0;
     pthread_mutex_unlock(&w->lock);
     __atomic_store_n(&job->state, RUNNING, __ATOMIC_RELAXED);
     if (code) job->code = (uint64_t)code;
@@ -216,8 +242,17 @@ void kvt_give(void *worker, job_t *job) {
   pthread_mutex_lock(&w->lock);
   __atomic_store_n(&job->state, QUEUED, __ATOMIC_RELAXED);
   if (w->last) w->last->next = job;
-  else w->first = job;
+  else __atomic_store_n(&w->first, job, __ATOMIC_RELEASE);
   w->last = job;
+  pthread_cond_signal(&w->changed);
+  pthread_mutex_unlock(&w->lock);
+}
+
+/* A job will be given within EXPECTED_NS, most likely: the thread wakes up meanwhile. */
+void kvt_expect(void *worker) {
+  worker_t *w = worker;
+  pthread_mutex_lock(&w->lock);
+  w->expected_until = now_ns() + EXPECTED_NS;
   pthread_cond_signal(&w->changed);
   pthread_mutex_unlock(&w->lock);
 }
@@ -226,19 +261,13 @@ void kvt_give(void *worker, job_t *job) {
 void kvt_close(void *worker) {
   worker_t *w = worker;
   pthread_mutex_lock(&w->lock);
-  w->closing = 1;
+  __atomic_store_n(&w->closing, 1, __ATOMIC_RELEASE);
   pthread_cond_signal(&w->changed);
   pthread_mutex_unlock(&w->lock);
   pthread_join(w->thread, NULL);
   pthread_mutex_destroy(&w->lock);
   pthread_cond_destroy(&w->changed);
   free(w->dst), free(w->src), free(w->sizes), free(w);
-}
-
-static uint64_t now_ns(void) {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 /* Holds its caller (without the GIL) until progress reaches `wanted`, the job has ended, or the time is up. A chunk takes

@@ -122,7 +122,8 @@ class Launch:
         return [a & 0xFFFFFFFFFFFFFFFF for a in arguments] + [0] * (len(self.widths) - len(arguments))
 
 
-_FUNCTIONS = ("batch", "wait", "record", "query", "launch", "copy", "zero", "set_context", "exchange_capture_mode")
+_FUNCTIONS = ("batch", "wait", "record", "query", "launch", "copy", "zero", "wait_value", "set_context",
+              "exchange_capture_mode")  # fmt: skip
 
 
 class _Driver(ctypes.Structure):
@@ -132,40 +133,50 @@ class _Driver(ctypes.Structure):
         ("batch_version", ctypes.c_uint64),
         *((name, ctypes.c_void_p) for name in _FUNCTIONS),
         *((name, ctypes.c_void_p) for name in ("ordered", "any_order", "context")),
+        ("word", ctypes.c_uint64),
     ]
 
 
 class Submitter:
     """The worker of one engine. Its thread begins with the first job. Thread-safe.
 
-    ``context`` is the CUDA context of the streams and events in its jobs.
+    ``context`` is the CUDA context of the streams and events in its jobs; ``word`` the address of an int32 0 on their
+    device, by which copies of others get in between two chunks (`CudaLanes.let_others_in`), or 0 for none.
     """
 
-    def __init__(self, library: Path, copier: CopyEngine, context: int) -> None:
+    def __init__(self, library: Path, copier: CopyEngine, context: int, word: int) -> None:
         keeping, releasing = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
-        self._open, self._give, self._close, self._await = (
-            keeping.kvt_open, keeping.kvt_give, releasing.kvt_close, releasing.kvt_await,
+        self._open, self._expect, self._give, self._close, self._await = (
+            keeping.kvt_open, keeping.kvt_expect, keeping.kvt_give, releasing.kvt_close, releasing.kvt_await,
         )  # fmt: skip
         self._open.restype, self._open.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        self._expect.restype, self._expect.argtypes = None, [ctypes.c_void_p]
         self._give.restype, self._give.argtypes = None, [ctypes.c_void_p] * 2
         self._close.restype, self._close.argtypes = None, [ctypes.c_void_p]
         self._await.restype, self._await.argtypes = None, [ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64]
         self._copier = copier  # owns the batch attributes
-        self._driver = _Driver(copier.batch_version, *copier.entry_points(), context)
+        self._driver = _Driver(copier.batch_version, *copier.entry_points(), context, word)
         self._worker: int | None = None
         self._closed = False
         self._lock = threading.Lock()
 
     @classmethod
-    def create(cls, copier: Copier, observer: Observer) -> Submitter | None:
+    def create(cls, copier: Copier, observer: Observer, word: int) -> Submitter | None:
         """A submitter for the current context, or None (said through the observer) without a driver or a compiler."""
         if not isinstance(copier, CopyEngine):
             return None
         try:
-            return cls(build_submitter(), copier, copier.current_context())
+            return cls(build_submitter(), copier, copier.current_context(), word)
         except (ConfigError, OSError) as error:
             observer.fell_back("submitter", f"{error}; transfers are submitted call by call")
             return None
+
+    def expect(self) -> None:
+        """A job follows within a millisecond, most likely: let the thread wake up meanwhile, which takes up to 0.1 ms.
+        Nothing happens before the first job."""
+        with self._lock:
+            if self._worker is not None:
+                self._expect(self._worker)
 
     def give(self, job: Job) -> None:
         """Queue ``job`` behind those given before. The caller keeps it alive until it has ended."""

@@ -38,6 +38,7 @@ from kvtransfer.templates import CHUNKS_AHEAD
 from kvtransfer.workshop import Workshop
 
 FAILED = 700  # what a refused call returns
+WORD = 4096  # where the streams find their 0
 WIDTHS = (8, 8, 8, 8, 8, 4, 4, 4, 8, 8, 4, 8, 8)
 
 
@@ -227,11 +228,12 @@ class FakeDriver:
     def __init__(self, gpu: Gpu, verify: bool, spec: Any) -> None:
         self.gpu, self.verify, self.spec = gpu, verify, spec
         self.batches: list[list[tuple[int, int, int]]] = []  # (destination, source, bytes) of each copy asked for
+        self.let_in: list[int] = []  # streams that let others in
         p, u, i, q = ctypes.c_void_p, ctypes.c_uint, ctypes.c_int, ctypes.c_uint64
         types = {
             "batch": (p, p, p, q, p, p, q, q), "wait": (q, q, u), "record": (q, q), "query": (q,),
             "launch": (q, u, u, u, u, u, u, u, q, p, p), "copy": (q, q, q, q), "zero": (q, ctypes.c_ubyte, q, q),
-            "set_context": (p,), "mode": (p,),
+            "wait_value": (q, q, u, u), "set_context": (p,), "mode": (p,),
         }  # fmt: skip
         self.calls = {n: ctypes.CFUNCTYPE(i, *t)(self._guarded(n)) for n, t in types.items()}
 
@@ -256,6 +258,10 @@ class FakeDriver:
         rows = list(zip(*(words(a, n).tolist() for a in (dst, src, sizes)), strict=True))
         self.batches.append(rows)
         self.gpu.put(stream, "work", lambda: [ctypes.memmove(*row) for row in rows])
+
+    def do_wait_value(self, stream: int, address: int, value: int, flags: int) -> None:
+        assert (address, value, flags) == (WORD, 0, 0), "a wait that has passed already"
+        self.let_in.append(stream)
 
     def do_wait(self, stream: int, event: int, flags: int) -> None:
         self.gpu.wait(stream, event)
@@ -332,5 +338,5 @@ def scripted_rig(
                 shop.launches[(kind, *tile_constants(table).items())] = Launch(1, 256, 0, WIDTHS)
     driver = gpu.driver = FakeDriver(gpu, verify, spec)
     for direction in ("load", "store"):
-        shop.submitters[direction] = Submitter(build_submitter(folder), cast(CopyEngine, driver), 1)
+        shop.submitters[direction] = Submitter(build_submitter(folder), cast(CopyEngine, driver), 1, WORD)
     return rig, gpu

@@ -91,8 +91,8 @@ def test_the_ideal_is_the_longest_way_through() -> None:
 
 
 def test_a_split_is_made_of_medians() -> None:
-    split = Split.of([[1.0, 3.0], [1.2, 2.8], [9.0, 3.0]])
-    assert split.shares == pytest.approx((1.2 / 4.2, 3 / 4.2)) and split.layer_s == 2.0
+    split = Split.of([[1.0, 3.0], [1.2, 2.8], [9.0, 3.0]], [9.0, 3.0, 3.5])
+    assert split.shares == pytest.approx((1.2 / 4.2, 3 / 4.2)) and split.layer_s == 1.75
 
 
 def test_the_ideal_of_a_round_is_of_its_own_times(rig: KVRig) -> None:
@@ -490,8 +490,11 @@ def test_a_copy_counts_where_a_transfer_was_under_way_before_it() -> None:
 @pytest.mark.gpu
 def test_small_copies_beside_transfers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
-    words = ["--mib", "128", "--repeats", "30", "--json", str(data), "--plot", str(picture)]
+    words = ["--mib", "512", "--repeats", "30", "--json", str(data), "--plot", str(picture)]
     assert bench_neighbours.main(words) == 0
     rows = json.loads(data.read_text())["rows"]
-    assert len(rows) == 7 and all(row["exact"] and row["samples"] > 0 for row in rows)
+    assert len(rows) == 14 and all(row["exact"] and row["samples"] > 0 for row in rows)
+    most = {(row["small"], row["beside"].split(" [")[0]): row["host"]["p95_us"] for row in rows}
+    for beside in (("to the GPU", "load"), ("to the GPU", "load layer-wise"), ("from it", "store")):
+        assert most[beside] < 5_000, "of a transfer of 10 ms: let in before the whole of it is through"
     assert "load layer-wise" in capsys.readouterr().out and picture.read_bytes().startswith(b"\x89PNG")

@@ -159,7 +159,7 @@ def test_explain_says_what_was_chosen_and_why_the_others_lost() -> None:
     lines = text.splitlines()
     assert lines[0].startswith("load: 8192 pages, 1,073,741,824 bytes by path mapped: ")
     assert "524,288 pieces of 2,048 bytes in 1 chunks, layer by layer" in lines[1]
-    assert re.fullmatch(r"  predicted 21\.\d ms, 50\.\d GB/s, bound by the link", lines[2])
+    assert re.fullmatch(r"  predicted 22\.\d ms, 48\.\d GB/s, bound by the link", lines[2])
     assert [line.split(":")[0] for line in lines[3:]] == ["  not staged (runner-up)", "  not strided", "  link"]
     assert re.search(r"predicted [\d.]+ ms, [\d.]+ GB/s: it would take [\d.]+% longer, bound by the link", lines[3])
     assert "page ids are on the GPU" in lines[4]
@@ -168,7 +168,7 @@ def test_explain_says_what_was_chosen_and_why_the_others_lost() -> None:
 
 def test_explain_tells_groups_and_what_the_budget_holds_back() -> None:
     text = make_plan(facts(MEDIUM, pages=512, layerwise=True)).explain()
-    assert re.search(r"^  groups of 4,4,4,4,4,4,4,4 layers$", text, re.M)
+    assert re.search(r"^  groups of 4,4,4,4,4,4,4,1,2,1 layers$", text, re.M)
     quick = replace_struct(H200, grids={**H200.grids, "mapped/h2d": Grid((1,), (1,), ((53.5,),))})
     text = make_plan(facts(MEDIUM, pages=512, layerwise=True, profile=quick)).explain()
     assert "by path staged: within 5% of the quickest, and it takes less from the model" in text

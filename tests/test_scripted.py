@@ -369,6 +369,10 @@ def test_no_copy_spans_two_registrations_and_neighbours_merge_else(
     assert not any(((start < cuts) & (cuts < start + n)).any() for start, n in copies)
     starts = {start for start, _ in copies}
     assert set(cuts.tolist()) <= starts and len(copies) < 64, "and they are merged up to there"
+    plans = [rig.engine.plan(direction, range(64), range(64)) for direction in ("store", "load")]
+    lanes = [lane(rig, name) for name in ("copy_out", "copy_in")]
+    want = [stream for stream, plan in zip(lanes, plans, strict=True) for _ in plan.chunks]
+    assert gpu.driver.let_in == want, "others are let in before each chunk's copies"
     rig.close()
     gpu.close()
 

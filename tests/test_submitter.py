@@ -59,6 +59,9 @@ int do_zero(uint64_t dst, unsigned char value, size_t bytes, void *stream) {
   memset((void *)dst, value, bytes);
   return note(8, (uint64_t)stream, bytes);
 }
+int do_wait_value(void *stream, uint64_t address, uint32_t value, unsigned flags) {
+  return note(9, (uint64_t)stream, *(int32_t *)address + (int)value + (int)flags);
+}
 int do_set_context(void *context) { context_set = (uint64_t)context; return context_code; }
 int do_mode(int *mode) { mode_asked = *mode; return 0; }
 static int batch(uint64_t *dst, uint64_t *src, size_t *sizes, size_t n, void *attrs, size_t *first, size_t num,
@@ -81,7 +84,7 @@ int do_launch(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx
   return note(6, wide, narrow);
 }
 """
-FUNCTIONS = ("do_batch_{}", "do_wait", "do_record", "do_query", "do_launch", "do_copy", "do_zero",
+FUNCTIONS = ("do_batch_{}", "do_wait", "do_record", "do_query", "do_launch", "do_copy", "do_zero", "do_wait_value",
              "do_set_context", "do_mode")  # fmt: skip
 LIMIT_S = 20.0
 
@@ -121,7 +124,7 @@ def driver(request: pytest.FixtureRequest, tmp_path: Path) -> Driver:
 
 @pytest.fixture
 def submitter(driver: Driver, tmp_path: Path) -> Iterator[Submitter]:
-    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 4711)
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 4711, 0)
     yield made
     made.close()
 
@@ -171,6 +174,25 @@ def test_commands_run_in_order_with_their_arguments(driver: Driver, submitter: S
     assert work.chunks_submitted == 2 and work.error() is None
     assert driver.get("context_set") == 4711, "the thread works in the streams' context"
     assert ctypes.c_int.in_dll(driver.lib, "mode_asked").value == 2, "and leaves other people's captures alone"
+
+
+def test_others_are_let_in_before_each_copy_of_pages_and_not_within(driver: Driver, tmp_path: Path) -> None:
+    word = np.zeros(1, dtype=np.int32)
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 0, word.ctypes.data)
+    here, there, cut = np.arange(8, dtype=np.uint8), np.zeros(8, dtype=np.uint8), np.array([[0, 0, 2]], dtype=np.uint64)
+    ids = np.array([3, 1, 0, 2], dtype=np.int64)
+    some = pages(
+        ids=ids.ctypes.data, count=4, host=here.ctypes.data, host_stride=2, ring=there.ctypes.data, ring_stride=2,
+        pieces=cut.ctypes.data, num_pieces=1, load=1, most=3,
+    )  # fmt: skip
+    nothing = pages()
+    rows = [(PAGES, 7, some.ctypes.data), (PAGES, 7, nothing.ctypes.data), (PAGES, 8, some.ctypes.data), (CHUNK, 0, 1)]
+    work = job(*rows, keep=(some, nothing))
+    made.give(work)
+    wait_for(lambda: work.ended)
+    made.close()
+    assert work.error() is None and there.tolist() == [6, 7, 2, 3, 0, 1, 4, 5]
+    assert driver.log() == [(what, stream, {4: 111, 9: 0}[what]) for stream in (7, 8) for what in (9, 4, 4)]
 
 
 @pytest.mark.parametrize("load", [True, False])
@@ -303,8 +325,27 @@ def test_jobs_run_one_after_the_other_and_close_waits_for_them(driver: Driver, s
         submitter.give(jobs[0])
 
 
+def test_a_thread_that_expects_a_job_takes_it_and_sleeps_again_where_none_comes(
+    driver: Driver, submitter: Submitter
+) -> None:
+    submitter.expect()  # before the first job: nothing
+    for wait_s in (0.0, 0.0002, 0.003, 0.0, 0.01):
+        work = job((RECORD, 1, 1), (CHUNK, 0, 1))
+        submitter.expect()
+        time.sleep(wait_s)
+        submitter.give(work)
+        wait_for(lambda work=work: work.ended)  # type: ignore[misc]
+    assert len(driver.log()) == 5
+    before = time.process_time()
+    time.sleep(0.05)
+    assert time.process_time() - before < 0.025, "it sleeps"
+    submitter.expect()
+    submitter.close()  # while it is awake
+    submitter.expect()
+
+
 def test_closing_what_never_began_is_nothing(driver: Driver, tmp_path: Path) -> None:
-    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 0)
+    made = Submitter(build_submitter(tmp_path / "cache"), cast(CopyEngine, driver), 0, 0)
     made.close()
     assert driver.get("context_set") == 0, "no thread without a job"
 

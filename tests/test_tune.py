@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from kvtransfer.groups import Beside, GroupTimes, best_groups, layer_groups, layers_done, patterns
+from kvtransfer.groups import LAUNCHED, Beside, GroupTimes, best_groups, layer_groups, layers_done, patterns
 from kvtransfer.link import DIRECTIONS, LinkProfile, ProfileKey, decode_profile, encode_profile
 from kvtransfer.meter import CpuMeter, CudaMeter, random_order
 from kvtransfer.tune import CTAS, GEMM_SHARE, MAPPED_CTAS, Runner, measure
@@ -178,9 +178,12 @@ def test_layers_done_by_hand() -> None:
     arrived, done = layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], Beside(5.0))
     assert arrived == 20.0 + 40.0 + 10.0 + 1.0 and done == 71.0 + 10.0
     seconds = {10: GroupTimes(2.0, 10.0, 10.0, 1.0), 20: GroupTimes(3.0, 20.0, 10.0, 1.0, 4.0)}
-    for launches, later in ((False, 0.0), (True, 4.0)):  # what holds who launches, where that is what takes the time
-        beside = Beside(5.0, launches)
-        assert layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], beside) == (33.0, 43.0 + later)
+    # What holds the thread that launches counts where launches take the time; then they go on while layers are awaited,
+    # and behind the last arrival there is `LAUNCHED` of two layers, or what is left to launch: 2 + 20 + 40 + 4.
+    for beside, through in (
+        (Beside(5.0), 43.0), (Beside(5.0, launches=True), 33.0 + 10.0 * LAUNCHED), (Beside(20.0, launches=True), 66.0),
+    ):  # fmt: skip
+        assert layers_done(groups, ends, lambda nbytes, first: seconds[nbytes], beside) == (33.0, through)
 
 
 def on_the_link(copy: float, submit: float = 0.0) -> GroupTimes:
