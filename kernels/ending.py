@@ -16,7 +16,6 @@ from typing import Any, Protocol
 
 from kvtransfer.kernels.errors import TransferError
 
-GRACE_S = 0.1  # for a call into C++ that nobody told of here: none begins any more, and they take microseconds
 LONGEST_S = 5.0  # for all to come to rest; it takes as long as what PyTorch or the driver was last asked
 
 
@@ -49,8 +48,27 @@ class Ending:
             leaver.leave()
         for leaver in leavers:
             leaver.left(max(0.0, until - time.monotonic()))
-        if leavers:
-            time.sleep(GRACE_S)
+
+
+class Daemon(threading.Thread):
+    """A daemon thread of those who move other people's memory. It may be what drops the last hold on a tensor, and to
+    free one is a call into C++: at the end of the interpreter ``leave`` is called, which tells it to end and returns at
+    once, and it is waited for."""
+
+    def __init__(self, target: Callable[..., object], *args: object, name: str, leave: Callable[[], object]) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._leave = leave
+
+    def start(self) -> None:
+        super().start()
+        _ending.add(self)
+
+    def leave(self) -> None:
+        self._leave()
+
+    def left(self, timeout_s: float) -> None:
+        if self is not threading.current_thread():
+            self.join(timeout_s)
 
 
 class Section:

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.tiers.base import PageStatus
@@ -69,7 +70,7 @@ class CommitLog:
         self._ending = False
         self._thread: threading.Thread | None = None
         if sync != "none":  # what waits for the disk must not hold the thread that moves records
-            self._thread = threading.Thread(target=self._run, name=f"{name}-commit", daemon=True)
+            self._thread = Daemon(self._run, name=f"{name}-commit", leave=self._leave)
             self._thread.start()
 
     # --- any thread
@@ -87,12 +88,12 @@ class CommitLog:
         self._submit((None, [], flushed))
 
     def _submit(self, item: _Item) -> None:
-        if self._thread is None:
-            self._commit([item])
-            return
         with self._changed:
-            self._queue.append(item)
-            self._changed.notify()
+            if self._thread is not None and not self._ending:
+                self._queue.append(item)
+                self._changed.notify()
+                return
+        self._commit([item])
 
     def sync_now(self) -> None:
         """Return once everything acknowledged so far survives a power failure. Raises OSError: it is tried again."""
@@ -154,9 +155,7 @@ class CommitLog:
     def close(self) -> None:
         """Commit what is queued, sync, write a snapshot. Raises OSError if that failed; everything is closed then
         too."""
-        with self._changed:
-            self._ending = True
-            self._changed.notify()
+        self._leave()
         if self._thread is not None:
             self._thread.join()
         with self._committing:
@@ -167,6 +166,12 @@ class CommitLog:
                 self._journal.close()
 
     # --- inside
+
+    def _leave(self) -> None:
+        """What is queued is the last that the thread commits."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
 
     def _run(self) -> None:
         self._entered()
@@ -179,6 +184,7 @@ class CommitLog:
                 items = list(self._queue)
                 self._queue.clear()
             call_subscriber(functools.partial(self._commit, items))  # a bug is reported as uncaught; this serves on
+            del items  # nobody's memory is kept while this thread sleeps
 
     def _commit(self, items: list[_Item]) -> None:
         writes = [(transfer, whole) for transfer, whole, _ in items if transfer is not None]

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from kvtransfer.kernels.ending import Daemon
+
 
 class Expiring(Protocol):
     """What has a deadline (of `time.monotonic`), and is told once that has passed."""
@@ -43,7 +45,7 @@ class Deadlines:
             if self._closed:
                 return
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name=f"{self._name}-deadlines", daemon=True)
+                thread = Daemon(self._run, name=f"{self._name}-deadlines", leave=self._leave)
                 thread.start()
                 self._thread = thread
             heapq.heappush(self._heap, (batch.deadline, next(self._numbers), weakref.ref(batch)))
@@ -52,12 +54,15 @@ class Deadlines:
 
     def close(self) -> None:
         """End the thread. What is watched is watched no more. Idempotent."""
-        with self._changed:
-            self._closed = True
-            thread = self._thread
-            self._changed.notify()
+        self._leave()
+        thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
     def _run(self) -> None:
         self._entered()

@@ -160,7 +160,7 @@ class HeadGroupTier(WorkerTier):
 
     @staticmethod
     def _memory(host: HostTier) -> list[NDArray[np.uint8]]:
-        return [host.payload.numpy(), host.trailers.reshape(-1)]
+        return [host.rows.reshape(-1), host.trailers.reshape(-1)]
 
     @contextmanager
     def _stage(self) -> Iterator[_Stage]:

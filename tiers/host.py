@@ -378,7 +378,7 @@ class HostTier:
         try:
             if self.ledger.claim(targets, owner):
                 raise OwnershipError(f"copy: expected slots of the caller's, got a transfer to {targets[:8].tolist()}")
-            rows, trailers = self.payload.numpy().reshape(-1, self.slot_bytes), self.trailers
+            rows, trailers = self.rows, self.trailers
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 rows[target] = rows[source]
                 trailers[target] = trailers[source]
@@ -392,6 +392,12 @@ class HostTier:
         A view that outlives `close` stays readable, but is pinned no more.
         """
         return self._open(self._slab.payload)
+
+    @property
+    def rows(self) -> NDArray[np.uint8]:
+        """The payload region, uint8 ``[num_slots, slot_bytes]``; no copy, and no tensor: for views that any thread may
+        drop."""
+        return self._open(self._slab.rows)
 
     @property
     def trailers(self) -> NDArray[np.uint8]:
@@ -418,7 +424,7 @@ class HostTier:
     def record(self, slot: int) -> RecordBuffer:
         """The slot's two buffers, padding included: what a lower tier reads into or writes from."""
         at = self._one(slot)
-        return RecordBuffer(self.payload.numpy()[at * self.slot_bytes : (at + 1) * self.slot_bytes], self.trailers[at])
+        return RecordBuffer(self.rows[at], self.trailers[at])
 
     def device_shift(self, device: torch.device | str | None = None) -> int:
         """What a kernel adds to a host address of this slab: 0 where addressing is unified, and on the CPU.
@@ -503,8 +509,7 @@ class HostTier:
 
     def _page(self, slot: int) -> NDArray[np.uint8]:
         """The payload without its padding."""
-        start = slot * self.slot_bytes
-        return self.payload.numpy()[start : start + self.spec.page_bytes]
+        return self.rows[slot, : self.spec.page_bytes]
 
     def _check_maker(self, verb: str) -> None:
         if self._closed:

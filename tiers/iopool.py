@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer
 
@@ -36,11 +37,10 @@ class PoolEngine:
         self._changed = threading.Condition()
         self._queue: deque[tuple[Transfer, list[int]]] = deque()
         self._closing = False
+        self._leaving = False  # the interpreter ends
         self._fds: dict[int, int] = {}
         self._next_file = 0
-        self._threads = [
-            threading.Thread(target=self._run, name=f"{name}-io-{i}", daemon=True) for i in range(max(1, threads))
-        ]
+        self._threads = [Daemon(self._run, name=f"{name}-io-{i}", leave=self._leave) for i in range(max(1, threads))]
         for thread in self._threads:
             thread.start()
 
@@ -79,6 +79,12 @@ class PoolEngine:
             if thread is not threading.current_thread():
                 thread.join()
 
+    def _leave(self) -> None:
+        """The interpreter ends: what a thread is at is the last that it moves."""
+        with self._changed:
+            self._closing = self._leaving = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -89,11 +95,12 @@ class PoolEngine:
                 transfer, positions = self._queue.popleft()
             # a bug of the tier's is reported as uncaught; this thread serves on
             call_subscriber(functools.partial(self._serve, transfer, positions))
+            del transfer  # nobody's memory is kept while this thread sleeps
 
     def _serve(self, transfer: Transfer, positions: list[int]) -> None:
         started = transfer.start(positions)
         if started:
-            transfer.finish(started, [self._move(transfer, p) for p in started])
+            transfer.finish(started, [errno.ECANCELED if self._leaving else self._move(transfer, p) for p in started])
 
     def _move_by_calls(self, transfer: Transfer, position: int) -> int:
         """Move one record whole: 0, or the errno."""

@@ -272,9 +272,9 @@ class _Part:
         return [self.move.batch.keys[at] for at in places]
 
     def _buffers(self, places: list[int]) -> list[RecordBuffer]:
-        payload, trailers, size = self.host.payload.numpy(), self.host.trailers, self.host.slot_bytes
+        rows, trailers = self.host.rows, self.host.trailers
         slots = self.move.slots[places].tolist()
-        return [RecordBuffer(payload[slot * size : (slot + 1) * size], trailers[slot]) for slot in slots]
+        return [RecordBuffer(rows[slot], trailers[slot]) for slot in slots]
 
     def _read(self, places: list[int]) -> tuple[TierHandle, Answered]:
         deadline_s = self.move.batch.remaining_s

@@ -101,6 +101,9 @@ class Slab:
         self.address = self._mapping.address
         view = self._mapping.bytes
         assert view is not None
+        # Not taken from the tensor: who drops the last of such views frees a tensor, in C++ and without the interpreter
+        # lock, which on a tier's thread is slow, and at the end of the interpreter ends the process.
+        self.rows: NDArray[np.uint8] | None = view[: num_slots * slot_bytes].reshape(num_slots, slot_bytes)
         self.payload: torch.Tensor | None = torch.from_numpy(view[: num_slots * slot_bytes])
         self.trailers: NDArray[np.uint8] | None = view[trailers_at:nbytes].reshape(num_slots, trailer_bytes)
         del view
@@ -274,7 +277,7 @@ class Slab:
             if self._registrations is not None:
                 self._registrations.release()
         finally:
-            self.payload = self.trailers = None
+            self.payload = self.rows = self.trailers = None
             if not self._mapping.close():
                 self._observer.noted("host.views_alive", name=self.name, nbytes=self._mapping.nbytes)
 

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer, address
@@ -52,6 +53,7 @@ class UringEngine:
         self._commands: deque[Callable[[Ring], None]] = deque()
         self._queue: deque[tuple[Transfer, list[int]]] = deque()
         self._closing = False
+        self._leaving = False  # the interpreter ends
         self._failed: BaseException | None = None
         self._fds = np.zeros(0, dtype=np.int32)  # by number: what entries name, a place in the table or a descriptor
         self._fixed = np.zeros(0, dtype=np.uint8)  # by number: FIXED_FILE where it is a place
@@ -74,7 +76,7 @@ class UringEngine:
         started: list[OSError | None] = []
         ready = threading.Event()
         self._ring: Ring | None = None
-        self._thread = threading.Thread(target=self._run, args=(started, ready), name=f"{name}-io", daemon=True)
+        self._thread = Daemon(self._run, started, ready, name=f"{name}-io", leave=self._leave)
         self._thread.start()
         ready.wait()
         if started[0] is not None:
@@ -140,6 +142,12 @@ class UringEngine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def _leave(self) -> None:
+        """The interpreter ends: what the device has is the last that is moved."""
+        with self._changed:
+            self._closing = self._leaving = True
+            self._changed.notify()
+
     def _call(self, command: Callable[[Ring], None]) -> None:
         """Run ``command`` on the ring's thread, and wait for it. In a callback of a batch that is this thread."""
         if threading.current_thread() is self._thread:
@@ -197,6 +205,8 @@ class UringEngine:
                 while not (self._commands or self._queue or self._bytes or self._closing):
                     self._changed.wait()
             self._run_commands(ring)
+            if self._leaving:
+                self._refuse_queued(errno.ECANCELED)
             self._fill(ring)
             if not self._bytes:
                 if self._closing and not self._queue:
@@ -212,8 +222,8 @@ class UringEngine:
             self._fill(ring)
             if ring.unsubmitted:
                 ring.enter()  # the device goes on while the tier looks at what came
-            for transfer, positions, errors in finished.values():
-                _guarded(transfer.finish, positions, errors)
+            _tell(finished)
+            del finished  # nobody's memory is kept while this thread sleeps
 
     def _run_commands(self, ring: Ring) -> None:
         while self._commands:
@@ -343,10 +353,19 @@ class UringEngine:
         for slot, transfer in enumerate(self._slots):
             if transfer is not None:
                 _guarded(transfer.finish, [self._position[slot]], [code])
+        self._refuse_queued(code)
+
+    def _refuse_queued(self, code: int) -> None:
+        """Tell everybody whose records were not begun that they won't be."""
         while self._queue:
             transfer, waiting = self._queue.popleft()
             started = _guarded(transfer.start, waiting) or []
             _guarded(transfer.finish, started, [code] * len(started))
+
+
+def _tell(finished: dict[int, tuple[Transfer, list[int], list[int]]]) -> None:
+    for transfer, positions, errors in finished.values():
+        _guarded(transfer.finish, positions, errors)
 
 
 def _guarded(call: Callable[..., Any], *args: Any) -> Any:

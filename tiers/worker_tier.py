@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import (
     ConfigError,
     KVTransferError,
@@ -91,10 +92,10 @@ class WorkerTier(Tier, ABC):
         self.health = Health(name, self._probe, timeout_s=timeout_s, went_down=self._went_down, observer=observer)
         self._job_pages, self._spread = job_pages, spread
         self._jobs: queue.SimpleQueue[tuple[Batch, range] | Callable[[], object] | None] = queue.SimpleQueue()
-        self._aborted = False
+        self._aborted = self._leaving = False  # the latter: the interpreter ends
         self._ending = threading.Lock()
         self._workers = self._at_work = workers
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(workers)]
+        self._threads = [Daemon(self._work, name=f"{name}-{i}", leave=self._leave) for i in range(workers)]
 
     def start(self) -> None:
         """The last line of a subclass's constructor: probe once, start the threads. No error if the store is away."""
@@ -228,7 +229,7 @@ class WorkerTier(Tier, ABC):
             self.registered.require(parts)
 
     def _submit(self, batch: Batch) -> Batch:
-        if not self.health.up:
+        if self._leaving or not self.health.up:
             self._refuse(batch, range(len(batch.keys)))
             return batch
         pages = len(batch.keys)
@@ -239,8 +240,8 @@ class WorkerTier(Tier, ABC):
         return batch
 
     def _refuse(self, batch: Batch, positions: range) -> None:
-        """ERROR for pages that are not begun, since the store is down."""
-        error = self.health.error()
+        """ERROR for pages that are not begun, since the store is down, or nobody will be there to begin them."""
+        error = TierError(f"{self.name}: the interpreter ends") if self._leaving else self.health.error()
         if error is not None:
             batch.fail(error, batch.begin(positions))
 
@@ -262,22 +263,25 @@ class WorkerTier(Tier, ABC):
         while (item := self._jobs.get()) is not None:
             if callable(item):
                 call_subscriber(functools.partial(self._chore, item))
-                continue
-            batch, positions = item
-            if not self.health.up:
-                self._refuse(batch, positions)
-            if mine := batch.begin(positions):
-                buffers = [batch.buffers[p] for p in mine] if batch.buffers else []
-                job = Job(batch, mine, [batch.keys[p] for p in mine], buffers)
-                call_subscriber(functools.partial(self._run, job))  # a bug in a subclass does not end the worker
+            else:
+                self._take(*item)
+            del item  # nobody's memory is kept while this thread sleeps
         with self._ending:
             self._at_work -= 1
             last = self._at_work == 0
-        if last:
+        if last and not self._leaving:
             self.do_close()
 
+    def _take(self, batch: Batch, positions: range) -> None:
+        if self._leaving or not self.health.up:
+            self._refuse(batch, positions)
+        if mine := batch.begin(positions):
+            buffers = [batch.buffers[p] for p in mine] if batch.buffers else []
+            job = Job(batch, mine, [batch.keys[p] for p in mine], buffers)
+            call_subscriber(functools.partial(self._run, job))  # a bug in a subclass does not end the worker
+
     def _chore(self, chore: Callable[[], object]) -> None:
-        if self.health.up and not self.book.closing:
+        if self.health.up and not self.book.closing and not self._leaving:
             try:
                 with self.health.watching():
                     chore()
@@ -399,6 +403,15 @@ class WorkerTier(Tier, ABC):
     def _abort(self) -> None:
         self._aborted = True
         self.do_abort()
+
+    def _leave(self) -> None:
+        """The interpreter ends: calls that wait for the store end soon, and each worker behind its own."""
+        with self._ending:
+            threads, self._leaving = [] if self._leaving else self._threads, True
+        if threads:
+            call_subscriber(self._abort)
+        for _ in threads:
+            self._jobs.put(None)
 
     def _end(self, join_s: float) -> None:
         """Let the threads go, once. The last one closes the client, so that no call is under way in it then."""
