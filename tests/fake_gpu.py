@@ -151,7 +151,7 @@ class FakeLanes(CudaLanes):
         self.gpu, self.device, self.owner = gpu, torch.device("cpu"), None
         self.streams = {lane: cast(Any, FakeStream(gpu)) for lane in LANES}
         self._aside = cast(Any, FakeStream(gpu))
-        self.copier = TorchCopyEngine()
+        self.copier, self.word = TorchCopyEngine(), None
 
     def on(self, lane: str) -> Any:
         return nullcontext()
