@@ -16,7 +16,7 @@ from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.worker import Ticker, Worker
 
 PROGRAM = """
-import atexit, sys, threading
+import atexit, signal, sys, threading
 
 
 @atexit.register  # before all others are, and so it is called last
@@ -67,6 +67,7 @@ def serve():
 
 
 main = threading.main_thread()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 if end == "served":
     threading.Thread(target=serve).start()
 else:

@@ -481,6 +481,7 @@ sys.path[:0] = {[str(here.parent), str(here)]!r}
 import numpy as np, torch
 from gpu_helpers import make_rig, spin
 from kvtransfer.kernels.spec import KVSpec
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored
 stream = torch.cuda.Stream()
 rig = make_rig("sglang.layer_first", KVSpec.attention(9, 16, 8, 128, 2), pages=400, slots=400, streams=[stream])
 spin(stream, 300)
