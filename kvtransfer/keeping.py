@@ -73,11 +73,11 @@ class Keeping(Prefetching):
         """Give up to ``pages`` pages of a tier up, by its policy, none that is held. Returns the slots (of the device
         tier: its page ids) that are free now; others follow when a lower tier has them: ask again then. Raises
         ConfigError for a tier that is not there, or pages that are no number of them."""
-        if isinstance(pages, bool) or not isinstance(pages, int | np.integer):
-            raise ConfigError(f"evict: expected a whole number of pages, got {pages!r}")
+        if not is_whole(pages, 0):
+            raise ConfigError(f"evict: expected 0 pages or more, got {pages!r}")
         with self._working():
             book = self._book(tier)
-            return self._evict(book, int(pages)) if pages > 0 else np.empty(0, dtype=np.int64)
+            return self._evict(book, int(pages)) if pages else np.empty(0, dtype=np.int64)
 
     def flush(self, tier: str) -> Ids:
         """`evict` everything of one tier that is not held; the others keep what they have."""

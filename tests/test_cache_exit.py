@@ -109,6 +109,7 @@ def test_an_interpreter_ends_with_a_cache_in_use(end: str, code: int, tmp_path: 
     finally:
         process.kill()
     assert process.returncode == code, said
+    assert "terminate" not in said
     # The cleaner has nothing of anybody's. An interrupt between a lock and its ``with`` block leaves it taken, and
     # threads that wait for it there, in Python, for good.
     last = said.splitlines()[-1]
