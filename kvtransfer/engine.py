@@ -319,16 +319,18 @@ class TransferEngine:
             submitter.expect()  # the forward waits: its thread wakes up while the ids are checked
         slot_ids, page_ids, gpu_ids = self._check(direction, slots, pages)
         plan = self._plan(direction, slot_ids, page_ids, layerwise, path, compute_s)
-        if submitter is not None and (plan.path != "staged" or page_ids is None or not plan.pages):
-            submitter.expect(False)
         handle = self._handle(plan, deadline_s)
         if plan.pages == 0:
+            if submitter is not None:
+                submitter.expect(False)
             handle.end(Verdict(True), 0.0, np.empty(0, dtype=np.int64))
             return handle
         by_layer = layerwise and direction == "store"
         fences, copied = self._fences(self.pool, gpu_ids)
         transfer = HostTransfer(self._shop, handle, fences, slot_ids, page_ids, copied)
         transfer.by_caller = by_layer
+        if submitter is not None and not transfer.scripted:
+            submitter.expect(False)
         if by_layer:
             _LayerStore(transfer, self._shop)
         claims = [(self.pool.ledger, page_ids), (self.host.ledger, slot_ids)]

@@ -350,7 +350,7 @@ def test_an_interrupted_job_leaves_nothing_to_the_next(monkeypatch: pytest.Monke
     gpu.close()
 
 
-def test_a_job_is_expected_until_the_plan_says_that_there_will_be_none(
+def test_a_job_is_expected_until_it_is_known_that_there_will_be_none(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
