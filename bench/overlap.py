@@ -23,6 +23,7 @@ from works import moved_exactly
 
 WARM_UPS = 5  # forwards alone whose times do not count
 SPLIT_RUNS = 3  # forwards alone that say how one is split over its layers, and others that say how long it is
+LONG_S = 1.0  # one forward that takes so long is enough: what disturbs a short one is lost in it
 LONGEST_S = 4.0  # of the rounds of one case
 OVER_IDEAL, OVER_LAUNCHES = "over ideal", f"over {LAUNCHES}"  # what bars are of
 
@@ -119,8 +120,10 @@ def split_of(forward: Forward, x: torch.Tensor, busy: bool) -> Split:
     for _ in range(WARM_UPS):
         forward.seconds(lambda: forward(x))
     with busy_thread(busy):
-        marked = [forward.layer_seconds(x) for _ in range(SPLIT_RUNS)]
-        return Split.of(marked, [forward.seconds(lambda: forward(x)) for _ in range(SPLIT_RUNS)])
+        marked = [forward.layer_seconds(x)]
+        runs = 1 if sum(marked[0]) >= LONG_S else SPLIT_RUNS
+        marked += [forward.layer_seconds(x) for _ in range(runs - 1)]
+        return Split.of(marked, [forward.seconds(lambda: forward(x)) for _ in range(runs)])
 
 
 @dataclass(frozen=True)

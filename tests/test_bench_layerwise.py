@@ -15,6 +15,7 @@ import bench_core
 import bench_layerwise
 import bench_neighbours
 import numpy as np
+import overlap
 import pytest
 import torch
 from bench_helpers import spoil
@@ -202,6 +203,20 @@ def test_layers_are_timed_one_by_one(forward: Forward) -> None:
     assert len(ends) == TINY.layers + 1 and ends == sorted(ends)
     split = split_of(forward, x, False)
     assert sum(split.shares) == pytest.approx(1) and split.layer_s > 0
+
+
+@pytest.mark.parametrize(("layer_s", "forwards"), [(1e-3, overlap.SPLIT_RUNS), (overlap.LONG_S, 1)])
+def test_a_slow_forward_is_split_by_one_run(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch, layer_s: float, forwards: int
+) -> None:
+    seen: list[str] = []
+    shares = [layer_s * (layer + 1) for layer in range(TINY.layers)]
+    monkeypatch.setattr(forward, "layer_seconds", lambda x: seen.append("marked") or shares)
+    monkeypatch.setattr(forward, "seconds", lambda work: seen.append("whole") or 2 * sum(shares))
+    split = split_of(forward, forward.tokens(3), False)
+    assert seen == ["whole"] * overlap.WARM_UPS + ["marked"] * forwards + ["whole"] * forwards
+    assert split.shares == tuple(s / sum(shares) for s in shares)
+    assert split.layer_s == pytest.approx(2 * sum(shares) / TINY.layers)
 
 
 def test_models_have_a_shrunk_twin() -> None:
