@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,12 @@ class LocalOptions:
     redis: str | None
 
 
-def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Iterator[tuple[str, str]]:
-    """(case, URL) of a server for each case, which serves until the next one is asked for. ``port`` 0: a free one."""
+def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Generator[tuple[str, str]]:
+    """(case, URL) of a server for each case, which serves until the next one is asked for, or this is closed.
+
+    ``port`` 0: a free one. Raises ConfigError on options that can't work for one of the cases before the first begins.
+    """
+    configs = {case: _config(case, options) for case in cases if case != "none"}
     loaded = load_model(options.model, options.random_weights, options.device, Console(stderr=True, highlight=False))
     for case in cases:
         if case == "none":
@@ -44,7 +48,7 @@ def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Iterat
         pool_tokens = int(loaded.model.config.get_text_config(decoder=True).max_position_embeddings)
         prefixes = PrefixCache.create(
             loaded.model,
-            _config(case, options),
+            configs[case],
             page_size=options.page_size,
             pool_tokens=min(pool_tokens, 1 << 16),
             model_name=f"bench-{secrets.token_hex(8)}",  # what earlier runs left in a shared store is not ours
@@ -54,17 +58,18 @@ def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Iterat
 
 def _serve(
     case: str, loaded: LoadedModel, prefixes: Any, options: LocalOptions, more: dict[str, PrefixCache], port: int
-) -> Iterator[tuple[str, str]]:
+) -> Generator[tuple[str, str]]:
     engine = LocalEngine(loaded.model, loaded.encode, loaded.decode, prefixes, page_size=options.page_size)
 
-    def info() -> dict[str, Any]:
+    def info() -> dict[str, int]:
         if not more:
             return {}
-        stats = more["cache"].stats()
+        stats, tiers = more["cache"].stats(), more["cache"].tiers.stats().directory.tiers
         return {
             "cached_tokens": stats.cached_tokens,
             "loaded_pages": stats.loaded_pages,
-            "stored_pages": more["cache"].tiers.stats().directory.tiers["host"].counters.get("written", 0),
+            "stored_pages": tiers["host"].counters.get("written", 0),
+            "failed_pages": sum(tier.counters.get("failed", 0) for tier in tiers.values()),
         }
 
     try:

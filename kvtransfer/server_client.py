@@ -7,9 +7,10 @@ for it, and a line of a stream is handed over when it arrives, so that times are
 from __future__ import annotations
 
 import http.client
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -55,6 +56,7 @@ class ServerClient:
         self._secure, self._host, self._port, path = _parts(url)
         self.url, self._timeout_s = url, timeout_s
         self._base = path.rstrip("/").removesuffix("/v1")
+        self._open_sockets: set[socket.socket] = set()
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -113,6 +115,12 @@ class ServerClient:
     def info(self) -> dict[str, int] | None:
         """What a server of ours says about itself and its cache; None from others."""
         return self._own_info() if self.tells_digests else None
+
+    def abort(self) -> None:
+        """Break off all requests that are under way: they raise ServerError. From any thread."""
+        for sock in list(self._open_sockets):
+            with suppress(OSError):  # it has just ended
+                sock.shutdown(socket.SHUT_RDWR)
 
     # --- inside
 
@@ -179,7 +187,11 @@ class ServerClient:
             data = None if body is None else msgspec.json.encode(body)
         except UnicodeEncodeError as error:
             raise ConfigError(f"prompt: expected text that UTF-8 can hold: {error}") from error
+        sock = None
         try:
+            connection.connect()
+            sock = connection.sock
+            self._open_sockets.add(sock)
             connection.request(method, self._base + path, body=data, headers=self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
@@ -189,6 +201,7 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
         finally:
+            self._open_sockets.discard(sock)
             connection.close()
 
     def _decode(self, data: bytes, kind: type[_T], path: str) -> _T:

@@ -122,14 +122,8 @@ def test_streams_that_are_well(name: str) -> None:
 
 
 def test_a_character_of_several_bytes_that_is_split() -> None:
-    data = (
-        piece("é\U0001f600", "stop")
-        .encode()
-        .decode("unicode_escape")
-        .encode("utf-16", "surrogatepass")
-        .decode("utf-16")
-    )
-    raw = data.encode()
+    answer = {"choices": [{"text": "é\U0001f600", "finish_reason": "stop"}]}
+    raw = b"data: " + json.dumps(answer, ensure_ascii=False).encode() + b"\n\n"
     cut = raw.index("\U0001f600".encode()) + 2
     assert ask("openai", stream(raw[:cut], 0.05, raw[cut:], DONE)).text == "é\U0001f600"
 
@@ -151,9 +145,7 @@ def test_what_a_server_does_not_say_is_not_known(told: dict[str, Any] | None) ->
 
 
 def test_no_token_at_all_is_an_answer() -> None:
-    done = ask(
-        "openai", stream(piece("", "stop"), 'data: {"choices": [], "usage": {"completion_tokens": 0}}\n\n', DONE)
-    )
+    done = ask("openai", stream(piece("", "stop", usage={"completion_tokens": 0}), DONE))
     assert (done.output_tokens, done.text) == (0, "") and done.first_token_s == done.total_s
 
 

@@ -342,6 +342,31 @@ def test_prompts_of_files(tmp_path: Path) -> None:
         read_prompts(tmp_path / "none")
 
 
+def test_prompts_of_files_as_other_programs_write_them(tmp_path: Path) -> None:
+    """A byte-order mark, carriage returns, a conversation a line, roles and turns that say nothing."""
+    file = tmp_path / "p"
+    hi = b'{"conversations": [{"from": "human", "value": "hi"}]}'
+    for written, expected in (
+        (b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}', ["one", "two"]),
+        (b"\xef\xbb\xbf[" + hi + b"]", ["hi\n"]),
+        (hi + b"\n" + hi + b"\n", ["hi\n", "hi\n"]),
+        (b'{"prompt": "one"}\n{"prompt": "one"}\n', ["one", "one"]),
+        (b'{"prompt": ""}\n{"prompt": []}\n{"prompt": "\xc3\xa9"}', ["\xe9"]),
+    ):
+        file.write_bytes(written)
+        found = read_prompts(file)
+        assert [p.prompt for p in found] == expected and len({p.name for p in found}) == len(found)
+    turns = [
+        {"from": who, "value": text} for who, text in (("system", "be"), ("human", " "), ("user", "x"), ("?", "y"))
+    ]
+    file.write_text(json.dumps([{"conversations": turns}, {"conversations": []}, {"id": 3}]))
+    assert [p.prompt for p in read_prompts(file)] == ["be\n \nx\n"]
+    for bad in (b'{"prompt": "\xff"}', b'{"prompt": "\\ud83d"}', b"\xff\xfe{\x00", b'{"prompt": null}', b"[" * 100_000):
+        file.write_bytes(bad)
+        with pytest.raises(ConfigError, match="expected"):
+            read_prompts(file)
+
+
 # --- a local model
 
 
