@@ -164,8 +164,11 @@ def plot(file: Path, title: str, rows: Sequence[Row]) -> None:
     left.set_yticks(at, [r.case for r in rows])
     left.invert_yaxis()
     left.set_xlabel("time to first token, ms")
-    left.legend()
+    left.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, fontsize=8)
     right.barh(at, [100 * (r.cached_share or 0) for r in rows], color="#7aa6c2")
+    for y, row in zip(at, rows, strict=True):
+        if row.cached_share is None:
+            right.text(1, y, "not told", va="center")
     right.set_xlim(0, 100)
     right.set_xlabel("cached tokens, % of the input")
     figure.suptitle(title, fontsize=9)

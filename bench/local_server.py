@@ -106,12 +106,13 @@ class LocalServer:
             self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"port: expected a free one of 0..65535, got {port}: {error}") from error
-        self._http.daemon_threads = True
+        self._http.daemon_threads = False  # `close` waits for them: a model that computes outlives no interpreter
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="local-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """Wait for requests that are under way."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -131,6 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
     engine: Engine
     apis: Apis
     info: Callable[[], dict[str, int]]
+    timeout = 60.0  # seconds that whoever asks may let a request wait
     _begun = False  # whether a stream has
 
     def log_message(self, format: str, *args: Any) -> None:

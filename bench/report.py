@@ -156,7 +156,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    out_console().print(table)
+    console = out_console()
+    needed = console.measure(table, options=console.options.update_width(10_000)).maximum
+    if console.width < needed:  # lines that a narrow terminal breaks can be read, figures that are cut off can't
+        console = Console(highlight=False, width=needed)
+    console.print(table)
 
 
 def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Sequence[tuple[str, str]] = ()) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import bench_serving
 import numpy as np
 import pytest
+import report
 from bench_serving import Row
 from local_server import serving
 from raw_server import Answer, plain, raw_server, stream
+from rich.console import Console
 from serving_load import Shot, drive, figures
 from test_hostile_server import DONE, piece, usage
 from tier_servers import start_redis
@@ -55,11 +58,13 @@ class Clockwork:
         self.begun.append(time.perf_counter())
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        for number in range(max_new_tokens):
-            time.sleep(self.next_s if number else self.first_s)
-            assert on_token is not None
-            on_token(1)
-        self.running -= 1
+        try:
+            for number in range(max_new_tokens):
+                time.sleep(self.next_s if number else self.first_s)
+                assert on_token is not None
+                on_token(1)
+        finally:
+            self.running -= 1
         return Completion(["1"] * max_new_tokens, "x" * max_new_tokens, len(prompt), 3, max_new_tokens)
 
     def flush(self) -> None: ...
@@ -210,6 +215,7 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert bench_serving.main(["--url", "http://127.0.0.1:9"]) == 2
 
 
+TWO = {"max_new_tokens": 5, "concurrency": 2}
 COMPLETIONS = "POST /v1/completions"
 MODELS = plain('{"data": [{"id": "m"}]}')
 WELL = stream(piece("a"), piece("b", "stop"), usage(), DONE)
@@ -281,6 +287,30 @@ def test_a_store_that_takes_nothing_is_told(prompts: tuple[str, str], capsys: py
     """Else its row would pass for one of a cache with that store."""
     assert run("--ablation", "host+disk+remote", "--redis", "redis://127.0.0.1:9", *prompts) == 1
     assert "pages could not be written" in capsys.readouterr().err
+
+
+def test_a_server_that_closes_waits_for_what_it_computes() -> None:
+    """A thread that is still in the model when the interpreter ends takes the process down with it."""
+    engine = Clockwork()
+    engine.next_s = 0.1
+    with serving(engine) as server:
+        client = ServerClient(server.url)
+        sender = threading.Thread(target=drive, args=(client, [NamedPrompt("a", "abc")] * 2), kwargs=TWO)
+        sender.start()
+        while engine.running < 2:
+            time.sleep(0.01)
+        client.abort()
+    sender.join()
+    assert engine.running == 0
+
+
+def test_a_narrow_terminal_loses_no_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "out_console", lambda: Console(width=40))
+    bench_serving.show("a title", [Row("host+disk+remote", figures([Shot("x", 1.2345, 2.3456, 10, 5, 4)], 2.0))])
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("host+disk+remote", "1234.5", "2345.6", "5 / 10", "50.0%", "stores"))
 
 
 def test_an_interrupt_breaks_off_what_is_under_way(clockwork: tuple[Clockwork, ServerClient]) -> None:
