@@ -260,8 +260,9 @@ def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torc
         return
     with _folder(args.disk) as folder:
         options = LocalOptions(
-            device, args.model, args.random_weights, args.page_size, args.host_pages, folder, args.disk_gb, args.redis
-        )
+            device, args.model, args.random_weights, args.page_size, args.host_pages, folder, args.disk_gb, args.redis,
+            fresh=True,
+        )  # fmt: skip
         with closing(served(options, args.ablation)) as servers:  # closed before its folder goes
             for case, url in servers:
                 yield measure(case, ServerClient(url, api=args.api), prompts, args)

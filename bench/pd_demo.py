@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from report import print_table
 from rich.console import Console
+from serving_local import LEFT_S
 
 from kvtransfer.demo_model import load_model, read_prompt
 from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
@@ -279,7 +280,7 @@ def free_port() -> int:
 def _remote(args: argparse.Namespace, folder: Path, open_: ExitStack) -> dict[str, Any]:
     """Options of the shared tier."""
     if args.redis is not None:
-        return {"kind": "redis", "url": args.redis}
+        return {"kind": "redis", "url": args.redis, "ttl_s": LEFT_S}
     if args.mooncake is not None:
         return {"kind": "mooncake", "master": args.mooncake, "hostname": "127.0.0.1"}
     return {"kind": "redis", "url": open_.enter_context(_own_redis(folder))}

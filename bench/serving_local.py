@@ -17,12 +17,15 @@ from kvtransfer.demo_model import LoadedModel, load_model
 from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
 from kvtransfer.integrations.prefix_cache import PrefixCache
 
+LEFT_S = 86_400.0
+"""Seconds after which a shared store forgets what a benchmark left there: nobody can find it again."""
 ABLATIONS = ("none", "host", "host+disk", "host+disk+remote")
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """``folder`` is the disk tier's; ``redis`` the remote tier's URL."""
+    """``folder`` is the disk tier's; ``redis`` the remote tier's URL. ``fresh``: what earlier runs left on the disk or
+    in a shared store is not ours, nor is what we leave anybody's."""
 
     device: torch.device
     model: str | None
@@ -32,6 +35,7 @@ class LocalOptions:
     folder: Path
     disk_gb: float
     redis: str | None
+    fresh: bool = False
 
 
 def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Generator[tuple[str, str]]:
@@ -51,7 +55,7 @@ def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Genera
             configs[case],
             page_size=options.page_size,
             pool_tokens=min(pool_tokens, 1 << 16),
-            model_name=f"bench-{secrets.token_hex(8)}",  # what earlier runs left in a shared store is not ours
+            model_name=f"bench-{secrets.token_hex(8)}" if options.fresh else None,
         )
         yield from _serve(case, loaded, prefixes, options, {"cache": prefixes}, port)
 
@@ -84,5 +88,5 @@ def _config(case: str, options: LocalOptions) -> Config:
     if "disk" in case:
         tiers["disk"] = {"paths": [str(options.folder / case.replace("+", "-"))], "cache_gb": options.disk_gb}
     if "remote" in case:
-        tiers["remote"] = {"kind": "redis", "url": options.redis}
+        tiers["remote"] = {"kind": "redis", "url": options.redis, "ttl_s": LEFT_S if options.fresh else None}
     return load_config(arguments={"tiers": tiers, "prefetch": {"min_tokens": 0}}, environment={})

@@ -7,23 +7,27 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import bench_serving
 import numpy as np
 import pytest
+import redis
 import report
+import torch
 from bench_serving import Row
 from local_server import serving
 from raw_server import Answer, plain, raw_server, stream
 from rich.console import Console
 from serving_load import Shot, drive, figures
+from serving_local import LEFT_S, LocalOptions, served
 from test_hostile_server import DONE, piece, usage
 from tier_servers import start_redis
 
 from kvtransfer.completion import Completion, Prompt
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.prompts import NamedPrompt
 from kvtransfer.server_client import ServerClient
 
@@ -156,6 +160,9 @@ def test_every_part_of_the_ablation(
         words += ["--ablation", "none", "host", "host+disk", "host+disk+remote"]
         words += ["--redis", f"redis://127.0.0.1:{port}", "--disk", str(tmp_path), "--disk-gb", "0.1"]
         assert run(*words, *prompts, "--host-pages", "20") == 0
+        store = redis.Redis(port=port)
+        left = [store.ttl(key) for key in store.scan_iter()]
+        assert left and all(0 < seconds <= LEFT_S for seconds in left), "nobody would ever remove them"
     finally:
         server.kill()
     rows: list[dict[str, Any]] = json.loads(files[0].read_text())["rows"]
@@ -302,6 +309,22 @@ def test_a_server_that_closes_waits_for_what_it_computes() -> None:
         client.abort()
     sender.join()
     assert engine.running == 0
+
+
+def test_a_local_server_finds_its_disk_again(tmp_path: Path) -> None:
+    """Else each start would fill the folder once more, under a name that nobody can know."""
+    options = LocalOptions(torch.device("cpu"), None, True, 16, 64, tmp_path, 0.05, None)
+    cached = []
+    for _ in range(2):
+        with closing(served(options, ["host+disk"])) as servers:
+            for _, url in servers:
+                cached.append(ServerClient(url).complete(TEXTS[1], 2).cached_tokens)
+                with (
+                    pytest.raises(OwnershipError, match="no other process owns"),
+                    closing(served(options, ["host+disk"])) as others,
+                ):
+                    next(others)
+    assert cached == [0, len(TEXTS[1]) // 16 * 16] and len(list((tmp_path / "host-disk").iterdir())) == 1
 
 
 def test_a_narrow_terminal_loses_no_figures(
