@@ -26,7 +26,19 @@ from forward import MODELS, Forward, KVRig, models_for
 from harness import LargeCopy
 from loads import LAUNCHES, Case, LaunchesBefore, LayerwiseLoad, NoOverlap
 from overlap import LONGEST_S, OVER_IDEAL, OVER_LAUNCHES, Row, check, measure, split_of, timed
-from report import CPU_NOTE, checked, exit_status, met_text, parser, peaks_text, print_table, progress, write_content
+from report import (
+    CPU_NOTE,
+    checked,
+    collect,
+    exit_status,
+    met_text,
+    parser,
+    peaks_text,
+    print_table,
+    progress,
+    status,
+    write_content,
+)
 from rigs import Rig, device_of
 
 from kvtransfer.kernels.errors import ConfigError
@@ -85,34 +97,38 @@ def run(
     """Rows, and (case, reason) of those that could not run."""
     device = limit.device
     rows: list[Row] = []
-    skipped: dict[str, str] = {}
-    for name in options.models:
-        model = models_for(device)[name]
-        forward = Forward(model, device)
-        for cached in options.cached:
-            with KVRig(
-                model, options.page_size, cached, device, seed=options.seed, script=options.script
-            ) as rig:  # fmt: skip
-                forward.bind(rig)
-                for new, busy in itertools.product(options.tokens, options.busy):
-                    step(f"{name}, S={new}, cached {cached}{', busy' * busy}")
-                    x = forward.tokens(new)
-                    split = split_of(forward, x, busy)
-                    cases = []
-                    for what, make in ways(rig, forward, options, split.layer_s if options.hint else None):
-                        try:
-                            cases.append(make())
-                        except ConfigError as error:  # this path can't carry it: said below
-                            skipped[f"{name} by {what}"] = str(error)
-                    bar = bar_of(name, options.page_size, cached, new, busy, device)
-                    rows += measure(
-                        rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar,
-                        longest_s=options.longest_s,
-                    )  # fmt: skip
-                forward.release()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-    return rows, list(skipped.items())
+    skipped: list[tuple[str, str]] = []
+
+    def measured() -> Iterator[Row]:
+        for name in options.models:
+            model = models_for(device)[name]
+            forward = Forward(model, device)
+            for cached in options.cached:
+                with KVRig(
+                    model, options.page_size, cached, device, seed=options.seed, script=options.script
+                ) as rig:  # fmt: skip
+                    forward.bind(rig)
+                    for new, busy in itertools.product(options.tokens, options.busy):
+                        step(f"{name}, S={new}, cached {cached}{', busy' * busy}")
+                        x = forward.tokens(new)
+                        split = split_of(forward, x, busy)
+                        cases = []
+                        for what, make in ways(rig, forward, options, split.layer_s if options.hint else None):
+                            try:
+                                cases.append(make())
+                            except ConfigError as error:  # this path can't carry it: said below
+                                skipped.append((f"{name} by {what}", str(error)))
+                        bar = bar_of(name, options.page_size, cached, new, busy, device)
+                        yield from measure(
+                            rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar,
+                            longest_s=options.longest_s,
+                        )  # fmt: skip
+                    forward.release()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    collect(rows, measured(), skipped)
+    return rows, list(dict.fromkeys(skipped))
 
 
 def ways(
@@ -243,9 +259,7 @@ def main(argv: Sequence[str] | None) -> int:
     if args.plot is not None and rows:
         plot(args.plot, rows, limit)
     wrong = [r.name for r in rows if not r.right]
-    if wrong:
-        print(f"wrong bytes: {'; '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+    return status(wrong, skipped)
 
 
 # -- under pytest bench ----------------------------------------------------------------------------

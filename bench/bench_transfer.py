@@ -22,7 +22,7 @@ import baselines
 import torch
 from gemm import Gemm, beside
 from harness import Bar, LargeCopy, Row, measure
-from report import checked, exit_status, finish, gemm_for, gemm_options, parser, progress
+from report import checked, collect, exit_status, finish, gemm_for, gemm_options, parser, progress
 from rigs import ORDERS, SHAPES, Rig, compile_ahead, device_of
 from works import MODES, EngineWork, Work
 
@@ -151,23 +151,25 @@ def run(
     rigs = by_rig(lines)
     jobs = [(SHAPES[shape], n, layout) for shape, n, layout in rigs]
     compile_ahead(jobs, device, processes if device.type == "cuda" else 0)
-    for (shape, n, layout), group in rigs.items():
-        with Rig(SHAPES[shape], n, total_bytes, device, layout=layout, seed=seed) as rig:
-            for line, make in works(rig, group, with_baselines):
-                step(f"{line.name} [{line.path}]")
-                try:
-                    work = make()
-                except ConfigError as error:  # this path can't carry it, or the baseline needs a GPU: said below
-                    skipped.append((f"{line.name} [{line.path}]", str(error)))
-                    continue
-                rows.append(
-                    measure(
+
+    def measured() -> Iterator[Row]:
+        for (shape, n, layout), group in rigs.items():
+            with Rig(SHAPES[shape], n, total_bytes, device, layout=layout, seed=seed) as rig:
+                for line, make in works(rig, group, with_baselines):
+                    step(f"{line.name} [{line.path}]")
+                    try:
+                        work = make()
+                    except ConfigError as error:  # this path can't carry it, or the baseline needs a GPU: said below
+                        skipped.append((f"{line.name} [{line.path}]", str(error)))
+                        continue
+                    yield measure(
                         work, limit, repeats=repeats, bar=line.bar if device.type == "cuda" else None,
                         gemm=gemm if line.gemm else None, gemm_blocks=gemm_blocks, gemm_s=gemm_s,
-                    )
-                )  # fmt: skip
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+                    )  # fmt: skip
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    collect(rows, measured(), skipped)
     return rows, limit, skipped
 
 

@@ -1,6 +1,6 @@
 """What benchmarks show: options, a progress bar on stderr, a table on stdout, a JSON file, a picture.
 
-Exit status: 0, or 1 where a byte was wrong, or 2 for bad input.
+Exit status: 0, or 1 where a byte was wrong, 2 for bad input, or 130 after Ctrl-C, where what was measured is shown.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvtransfer.link_report import require_matplotlib
 
 CPU_NOTE = "CPU backend: shares of a memcpy, not figures of a GPU"
 WIDTH = 200  # of tables that go into a file
+INTERRUPTED = ("the rest", "interrupted")  # among what was left out: (case, why)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -91,6 +92,16 @@ def exit_status(main: Callable[[Sequence[str] | None], int]) -> Callable[[Sequen
             return 1
 
     return wrapped
+
+
+def collect(rows: list[Any], measured: Iterator[Any], skipped: list[tuple[str, str]]) -> None:
+    """Add to ``rows`` what is ``measured``, one by one. Ctrl-C ends that: the rest joins ``skipped``, and what was
+    measured until then can be shown."""
+    try:
+        for row in measured:
+            rows.append(row)
+    except KeyboardInterrupt:
+        skipped.append(INTERRUPTED)
 
 
 @contextmanager
@@ -257,6 +268,12 @@ def finish(
     if args.plot is not None:
         plot_rows(args.plot, title, rows, limit)
     wrong = [r.case for r in rows if not r.exact]
+    return status(wrong, skipped)
+
+
+def status(wrong: Sequence[str], skipped: Sequence[tuple[str, str]]) -> int:
+    """The exit status; cases with ``wrong`` bytes are named on stderr."""
     if wrong:
-        print(f"wrong bytes: {', '.join(wrong)}", file=sys.stderr)
-    return 1 if wrong else 0
+        print(f"wrong bytes: {'; '.join(wrong)}", file=sys.stderr)
+        return 1
+    return 130 if INTERRUPTED in skipped else 0

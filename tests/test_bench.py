@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -494,6 +495,29 @@ def test_a_wrong_byte_is_exit_status_1(
         assert "do not verify" in err, "stores were wrong, and the digests of loads say so"
     else:
         assert "wrong bytes: " in err
+
+
+def test_ctrl_c_shows_what_was_measured_until_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calls = itertools.count(1)
+
+    def interrupted(*args: Any, **more: Any) -> Row:
+        if next(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return measure(*args, **more)
+
+    monkeypatch.setattr(bench_transfer, "measure", interrupted)
+    before, data = signal.signal(signal.SIGINT, signal.default_int_handler), tmp_path / "out.json"
+    try:
+        assert bench_transfer.main([*CPU, *SCRIPTS["bars"][1], "--json", str(data)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    got = json.loads(data.read_text())
+    assert [row["case"].rsplit("16", 1)[1] for row in got["rows"]] == ["", ", groups of 4"]
+    assert got["skipped"] == [["the rest", "interrupted"]]
+    out = capsys.readouterr().out
+    assert "groups of 4" in out and "ramped" not in out and "left out: the rest: interrupted" in out
 
 
 def test_points_whose_bytes_are_wrong_are_exit_status_1(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -211,8 +212,17 @@ def test_a_slow_forward_is_split_by_one_run(
 ) -> None:
     seen: list[str] = []
     shares = [layer_s * (layer + 1) for layer in range(TINY.layers)]
-    monkeypatch.setattr(forward, "layer_seconds", lambda x: seen.append("marked") or shares)
-    monkeypatch.setattr(forward, "seconds", lambda work: seen.append("whole") or 2 * sum(shares))
+
+    def layer_seconds(x: torch.Tensor) -> list[float]:
+        seen.append("marked")
+        return shares
+
+    def seconds(work: Callable[[], object]) -> float:
+        seen.append("whole")
+        return 2 * sum(shares)
+
+    monkeypatch.setattr(forward, "layer_seconds", layer_seconds)
+    monkeypatch.setattr(forward, "seconds", seconds)
     split = split_of(forward, forward.tokens(3), False)
     assert seen == ["whole"] * overlap.WARM_UPS + ["marked"] * forwards + ["whole"] * forwards
     assert split.shares == tuple(s / sum(shares) for s in shares)
@@ -419,6 +429,31 @@ def test_a_wrong_byte_is_exit_status_1(
     else:
         assert bench_layerwise.main([*ON_CPU, "--tokens", "2", "--cached", "64"]) == 1
     assert "wrong bytes: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("measured", [0, 1])
+def test_ctrl_c_shows_what_was_measured_until_then(
+    measured: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    seen: list[int] = []
+
+    def split(forward: Forward, x: torch.Tensor, busy: bool) -> Split:
+        if len(seen) == measured:
+            signal.raise_signal(signal.SIGINT)
+        seen.append(x.shape[0])
+        return split_of(forward, x, busy)
+
+    monkeypatch.setattr(bench_layerwise, "split_of", split)
+    before, files = signal.signal(signal.SIGINT, signal.default_int_handler), ["--json", "a", "--plot", "b"]
+    words = [str(tmp_path / word) if "-" not in word else word for word in files]
+    try:
+        assert bench_layerwise.main([*ON_CPU, "--tokens", "2", "3", "--cached", "64", *words]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "left out: the rest: interrupted" in capsys.readouterr().out
+    got = json.loads((tmp_path / "a").read_text())
+    assert [row["new_tokens"] for row in got["rows"]] == [2][:measured] and all(row["exact"] for row in got["rows"])
+    assert (tmp_path / "b").exists() == bool(measured)
 
 
 def test_an_output_that_differs_is_exit_status_1(
