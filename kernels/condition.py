@@ -21,6 +21,15 @@ class Condition(threading.Condition):
         __enter__ = property(attrgetter("_mutex.__enter__"))
         __exit__ = property(attrgetter("_mutex.__exit__"))
 
+    def notify(self, n: int = 1) -> None:
+        try:
+            super().notify(n)
+        except (
+            BaseException
+        ):  # who was told is listed still, and would be told in another's place; others were not told
+            self.notify_all()
+            raise
+
 
 class Event(threading.Event):
     """`threading.Event` over such a condition: ``set`` and ``wait`` hold it for a moment."""

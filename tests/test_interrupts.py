@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_helpers import until
 from interrupt_helpers import free, interrupted_everywhere
 
 from kvtransfer.books import TierPlan
@@ -104,6 +106,38 @@ def conditions() -> Case:
     return work, partial(all_free, condition)
 
 
+def notifications() -> Case:
+    """Who was told by an interrupted one, and sleeps again, does not take the next one's place in the queue."""
+    condition, over = Condition(), list[int]()
+
+    def sleep() -> None:
+        with condition:
+            while not over:
+                condition.wait(4)
+
+    sleeper = threading.Thread(target=sleep)
+    sleeper.start()
+
+    def asleep() -> bool:
+        with condition:
+            return bool(condition._waiters)  # type: ignore[attr-defined]
+
+    def work() -> None:
+        with condition:
+            condition.notify()
+
+    def check() -> None:
+        time.sleep(0.003)
+        with condition:
+            over.append(1)
+            condition.notify()
+        sleeper.join(2)
+        assert not sleeper.is_alive()
+
+    until(asleep, "it sleeps")
+    return work, check
+
+
 def events() -> Case:
     event = Event()
 
@@ -164,6 +198,7 @@ def movers() -> Case:
 
 CASES = {
     "a condition": conditions,
+    "notifications": notifications,
     "an event": events,
     "claims on two ledgers": claims,
     "a section": sections,
