@@ -24,9 +24,7 @@ class Condition(threading.Condition):
     def notify(self, n: int = 1) -> None:
         try:
             super().notify(n)
-        except (
-            BaseException
-        ):  # who was told is listed still, and would be told in another's place; others were not told
+        except BaseException:  # one who was told is listed still, and would be told again in another's place
             self.notify_all()
             raise
 
