@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from kvtransfer.tiers.base import Tier
 from kvtransfer.tiers.disk import DiskTier
 from kvtransfer.tiers.host import HostTier
 from kvtransfer.tiers.keys import Namespace
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 LAYERS, ROW_BYTES = 2, 48  # of a page, in each layer
 POISON = 0xEE  # in device pages before they are loaded
@@ -91,15 +94,16 @@ class TimedDirectory(Directory):
 
     spent_s = 0.0
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        with super()._working():
-            outermost, started = self._depth == 1, time.thread_time()
-            try:
-                yield
-            finally:
-                if outermost:
-                    self.spent_s += time.thread_time() - started
+    def _working(self, work: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return super()._working(self._timed, work, *args, **kwargs)
+
+    def _timed(self, work: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        outermost, started = self._depth == 1, time.thread_time()
+        try:
+            return work(*args, **kwargs)
+        finally:
+            if outermost:
+                self.spent_s += time.thread_time() - started
 
 
 @dataclass

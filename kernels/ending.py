@@ -12,9 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import TransferError
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 LONGEST_S = 5.0  # for all to come to rest; it takes as long as what PyTorch or the driver was last asked
 
@@ -72,26 +76,29 @@ class Daemon(threading.Thread):
 
 
 class Section:
-    """A context manager around calls into C++ on threads that nobody joins. At the end of the interpreter those under
-    way are waited for, and whoever wants to begin one gets an ``error``."""
+    """For calls into C++ on threads that nobody joins. At the end of the interpreter those under way are waited for,
+    and whoever wants to begin one gets an ``error``."""
 
     def __init__(self, error: Callable[[str], Exception] = TransferError) -> None:
         self._error = error
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._inside = 0
         self._leaving = False
         _ending.add(self)
 
-    def __enter__(self) -> None:
-        with self._changed:
-            if self._leaving:
-                raise self._error("the interpreter ends")
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
+    def call(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        mine = 0
+        try:
+            with self._changed:
+                if self._leaving:
+                    raise self._error("the interpreter ends")
+                mine = 1
+                self._inside += mine
+            return fn(*args, **kwargs)
+        finally:
+            with self._changed:
+                self._inside -= mine
+                self._changed.notify_all()
 
     def leave(self) -> None:
         with self._changed:
@@ -112,8 +119,7 @@ class Guarded:
         call = getattr(self._it, name)
 
         def guarded(*arguments: Any) -> Any:
-            with self._section:
-                return call(*arguments)
+            return self._section.call(call, *arguments)
 
         return guarded
 

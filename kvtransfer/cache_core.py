@@ -16,6 +16,7 @@ from kvtransfer.cache_parts import Dropped, MoverPort, PageIds
 from kvtransfer.commands import Ack, Command, Load, Scope, ids
 from kvtransfer.directory import Directory
 from kvtransfer.jobs import Job, integers
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import ConfigError, LayoutError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.prefetch import PrefetchJob
@@ -58,7 +59,7 @@ class CacheCore:
         self.scope = Scope() if scope is None else scope
         self.deadline_s = deadline_s
         self.observer = observer
-        self.news = threading.Condition()
+        self.news = Condition()
         self.num_layers, self.page_size = facts.num_layers, facts.page_size
         self._facts = facts
         self._owned = tuple(owned)

@@ -7,7 +7,6 @@ the call's page ids. Neither torch nor a GPU is needed here: what has to do with
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,7 @@ from numpy.typing import NDArray
 from kvtransfer.commands import CODES, OK, WAITING
 from kvtransfer.jobs import Job
 from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import DeadlineExceeded, LayoutError, TransferError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.tiers.base import BatchResult, PageStatus
@@ -34,7 +34,7 @@ _CORRUPT = CODES[PageStatus.CORRUPT]
 class Owner(Protocol):
     """What a handle asks of its cache. ``news`` is notified whenever a command went out or an answer came in."""
 
-    news: threading.Condition
+    news: Condition
     num_layers: int
     observer: Observer
 
@@ -54,7 +54,7 @@ class CacheHandle:
         self.deadline_s = deadline_s
         self.deadline: float = time.monotonic() + deadline_s
         self._owner, self._job = owner, job
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._ended = False
         self._callbacks: list[Callable[[Any], object]] = []
         self._wakers: list[Callable[[], object]] = []

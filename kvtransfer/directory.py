@@ -20,7 +20,7 @@ from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Job, Move, PrefixHit, is_whole, page_ids_of
 from kvtransfer.keeping import Keeping
 from kvtransfer.kernels.errors import ConfigError, LayoutError, OwnershipError
-from kvtransfer.moves import CANCELLED, ERROR
+from kvtransfer.moves import CANCELLED, ERROR, verb
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import PrefetchJob
 from kvtransfer.radix import Match
@@ -113,6 +113,7 @@ class Directory(Keeping):
 
     # --- requests
 
+    @verb
     def match(self, tokens: Tokens, scope: Scope | None = None, *, device_pages: int = 0) -> PrefixHit:
         """The longest prefix of ``tokens`` that is there, in whole pages, held until it is released.
 
@@ -123,20 +124,20 @@ class Directory(Keeping):
         if not is_whole(device_pages, 0):
             raise LayoutError(f"device_pages: expected a whole number of at least 0, got {device_pages!r}")
         scope, ids = scope or Scope(), np.frombuffer(token_bytes(tokens), dtype="<u4")
-        with self._working():
-            self._look_after()
-            found = self._index.match(ids, scope.name())
-            device_pages = min(int(device_pages), ids.size // self._index.page_size)
-            hit = self._hit(scope, found, device_pages)
-            self._index.lock(hit.node)
-            self._matches += 1
-            self._asked_tokens += ids.size
-            self._hit_tokens += hit.tokens
-            for tier, count in hit.tokens_by_tier.items():
-                self._hit_pages[tier] = self._hit_pages.get(tier, 0) + count // self._index.page_size
-            self._write_hit(hit.node, scope)
-            return hit
+        self._look_after()
+        found = self._index.match(ids, scope.name())
+        device_pages = min(int(device_pages), ids.size // self._index.page_size)
+        hit = self._hit(scope, found, device_pages)
+        self._index.lock(hit.node)
+        self._matches += 1
+        self._asked_tokens += ids.size
+        self._hit_tokens += hit.tokens
+        for tier, count in hit.tokens_by_tier.items():
+            self._hit_pages[tier] = self._hit_pages.get(tier, 0) + count // self._index.page_size
+        self._write_hit(hit.node, scope)
+        return hit
 
+    @verb
     def load(
         self,
         hit: PrefixHit,
@@ -154,30 +155,30 @@ class Directory(Keeping):
         hit may be released at once. ``deadline_s``: that the load will be waited for; a tier has half of what is left
         of it where another one has the pages too.
         """
-        with self._working():
-            if not hit.held:
-                raise OwnershipError("load: expected a hit that is held, got one that was released")
-            stop = hit.pages if pages is None else pages
-            if not hit.device_pages <= stop <= hit.pages:
-                raise LayoutError(f"load: expected {hit.device_pages}..{hit.pages} pages, got {stop}")
-            ids = page_ids_of(page_ids, stop - hit.device_pages, "load")
-            job = Job("load", hit.device_pages, ids.size)
-            job.ids, job.number, job.deadline_s = ids, self._new_id(), deadline_s
-            if not ids.size:
-                self._ended.append(job)
-                return job
-            job.node = hit.node
-            self._index.lock(hit.node)
-            for tier, first, end in hit.segments:
-                wanted = np.arange(first, min(end, stop))
-                if wanted.size:
-                    in_host = tier == self._host.name
-                    move = Move(hit.node, hit.scope, wanted, tier, None if in_host else self._host.name, job=job)
-                    move.layerwise = layerwise
-                    move.ids = ids[wanted - job.first] if in_host else None
-                    self._begin(move)
+        if not hit.held:
+            raise OwnershipError("load: expected a hit that is held, got one that was released")
+        stop = hit.pages if pages is None else pages
+        if not hit.device_pages <= stop <= hit.pages:
+            raise LayoutError(f"load: expected {hit.device_pages}..{hit.pages} pages, got {stop}")
+        ids = page_ids_of(page_ids, stop - hit.device_pages, "load")
+        job = Job("load", hit.device_pages, ids.size)
+        job.ids, job.number, job.deadline_s = ids, self._new_id(), deadline_s
+        if not ids.size:
+            self._ended.append(job)
             return job
+        job.node = hit.node
+        self._index.lock(hit.node)
+        for tier, first, end in hit.segments:
+            wanted = np.arange(first, min(end, stop))
+            if wanted.size:
+                in_host = tier == self._host.name
+                move = Move(hit.node, hit.scope, wanted, tier, None if in_host else self._host.name, job=job)
+                move.layerwise = layerwise
+                move.ids = ids[wanted - job.first] if in_host else None
+                self._begin(move)
+        return job
 
+    @verb
     def store(
         self,
         tokens: Tokens,
@@ -200,28 +201,28 @@ class Directory(Keeping):
         scope, given = scope or Scope(), np.frombuffer(token_bytes(tokens), dtype="<u4")
         total = given.size // self._index.page_size
         ids = page_ids_of(page_ids, max(0, total - first), "store")
-        with self._working():
-            job = Job("store", first, ids.size)
-            job.ids = ids
-            if not ids.size:
-                self._ended.append(job)
-                return job
-            found = self._index.insert(given, scope.name(), priority=priority)
-            pages = np.arange(first, total)
-            wanted = np.zeros(pages.size, dtype=np.bool_)
-            policy = self._host.write
-            for node in self._index.path(found.node):
-                if policy.now(node.hits) or (leaving and policy.on_evict):
-                    wanted |= (pages >= node.start) & (pages < node.end)
-            if wanted.any():
-                move = Move(found.node, scope, pages[wanted], None, self._host.name, ids[wanted], job)
-                self._begin(move)
-            if not wanted.all():
-                job.detail = "left out by the write policy"
-                self._tell(job, pages[~wanted], CANCELLED)
-                self._remember(found.node)
+        job = Job("store", first, ids.size)
+        job.ids = ids
+        if not ids.size:
+            self._ended.append(job)
             return job
+        found = self._index.insert(given, scope.name(), priority=priority)
+        pages = np.arange(first, total)
+        wanted = np.zeros(pages.size, dtype=np.bool_)
+        policy = self._host.write
+        for node in self._index.path(found.node):
+            if policy.now(node.hits) or (leaving and policy.on_evict):
+                wanted |= (pages >= node.start) & (pages < node.end)
+        if wanted.any():
+            move = Move(found.node, scope, pages[wanted], None, self._host.name, ids[wanted], job)
+            self._begin(move)
+        if not wanted.all():
+            job.detail = "left out by the write policy"
+            self._tell(job, pages[~wanted], CANCELLED)
+            self._remember(found.node)
+        return job
 
+    @verb
     def prefetch(
         self, tokens: Tokens, scope: Scope | None = None, *, request: Hashable | None = None, always: bool = False
     ) -> PrefetchJob:
@@ -229,48 +230,47 @@ class Directory(Keeping):
         ``always``). Ask `admit` before the request runs, or `stop` it. For one ``request`` there is one: asked again,
         it is returned."""
         scope = scope or Scope()
-        with self._working():
-            self._look_after()
-            if request is not None and request in self._requests:
-                return self._requests[request]
-            size = self._index.page_size
-            ids = np.frombuffer(token_bytes(tokens), dtype="<u4")
-            found = self._index.match(ids, scope.name(), use=False)
-            hit = self._hit(scope, found, 0)
-            first = next((s.first for s in hit.segments if s.tier != self._host.name), hit.pages)
-            job = PrefetchJob(scope, ids.copy(), first, ids.size // size - first, self._index.clock())
-            job.always = always
-            job.limit_s = self._policy.limit_s(job.codes.size * size)
-            if not job.codes.size:
-                self._ended.append(job)
-                return job
-            if request is not None:
-                job.request = request
-                self._requests[request] = job
-            self._start(job, Match(hit.node, hit.pages), hit.pages)
+        self._look_after()
+        if request is not None and request in self._requests:
+            return self._requests[request]
+        size = self._index.page_size
+        ids = np.frombuffer(token_bytes(tokens), dtype="<u4")
+        found = self._index.match(ids, scope.name(), use=False)
+        hit = self._hit(scope, found, 0)
+        first = next((s.first for s in hit.segments if s.tier != self._host.name), hit.pages)
+        job = PrefetchJob(scope, ids.copy(), first, ids.size // size - first, self._index.clock())
+        job.always = always
+        job.limit_s = self._policy.limit_s(job.codes.size * size)
+        if not job.codes.size:
+            self._ended.append(job)
             return job
+        if request is not None:
+            job.request = request
+            self._requests[request] = job
+        self._start(job, Match(hit.node, hit.pages), hit.pages)
+        return job
 
+    @verb
     def admit(self, job: PrefetchJob) -> bool:
         """Whether the request may run now, by the stop policy: if so its prefetch is stopped."""
-        with self._working():
-            if not job.done and self._index.clock() - job.started_s < job.limit_s:
-                return False
-            self._stop(job)
-            return True
+        if not job.done and self._index.clock() - job.started_s < job.limit_s:
+            return False
+        self._stop(job)
+        return True
 
+    @verb
     def stop(self, job: PrefetchJob) -> None:
         """The request was aborted, or runs: no more is fetched for it. Does nothing the second time."""
-        with self._working():
-            self._stop(job)
+        self._stop(job)
 
+    @verb
     def cancel(self, job: Job) -> None:
         """Begin nothing more of a job, and ask what is under way to stop. Device pages under a command are the job's
         until that is answered; a load is through with pages that are only on their way to the host tier."""
         if isinstance(job, PrefetchJob):
             self.stop(job)
             return
-        with self._working():
-            self._cancel(job)
+        self._cancel(job)
 
     # --- the other half
 
@@ -280,11 +280,11 @@ class Directory(Keeping):
         with self._index.mutex:
             return not (self._flights or self._lookups or self._sizings or self._waiting or self._outbox)
 
+    @verb
     def commands(self) -> list[Command]:
         """Take what is to be done now, in an order that may be kept or not. Each is given out once."""
-        with self._working():
-            out, self._outbox = self._outbox, []
-            return out
+        out, self._outbox = self._outbox, []
+        return out
 
     def given_out(self) -> list[Command]:
         """`commands`, and nothing else: no job ends in this call. For `on_commands`: the verb before it has seen to it
@@ -293,65 +293,65 @@ class Directory(Keeping):
             out, self._outbox = self._outbox, []
             return out
 
+    @verb
     def acknowledge(self, ack: Ack) -> None:
         """Take an answer. Pages answered before, and unknown commands, are counted and left. Raises TransferError,
         and changes nothing, on positions or statuses that can't be."""
-        with self._working():
-            if ack.id in self._lookups:
-                self._looked_up(ack)
-            elif ack.id in self._sizings:
-                self._sized(ack)
-            elif ack.id in self._looks:
-                self._looked(ack)
-            elif ack.id in self._flights:
-                self._answer(self._flights[ack.id], ack)
-            else:
-                self.late_answers += len(ack.statuses)
+        if ack.id in self._lookups:
+            self._looked_up(ack)
+        elif ack.id in self._sizings:
+            self._sized(ack)
+        elif ack.id in self._looks:
+            self._looked(ack)
+        elif ack.id in self._flights:
+            self._answer(self._flights[ack.id], ack)
+        else:
+            self.late_answers += len(ack.statuses)
 
+    @verb
     def lost(self, *, memory: bool = False) -> None:
         """Whoever carried out the commands is gone: what it never answered has failed. Only then: a command that is
         still being carried out owns its slots. ``memory``: the host tier is gone with it, and nobody reaches the tiers
         below: they are detached."""
-        with self._working():
-            if memory:
-                self.forget(self._host.name)
-                for name in self.lower_tiers():
-                    self.detach(name)
-            for flight in [*self._flights.values()]:
-                flight.cancelled = True
-                n = flight.pages.size
-                self._answer(flight, Ack(id=flight.command.id, statuses=bytes([ERROR]) * n, detail="nobody answers"))
-            for _, command, _ in [*self._lookups.values()]:
-                self._looked_up(Ack(id=command.id, statuses=bytes([ERROR]) * len(command.keys)))
-            for number in [*self._sizings]:
-                self._sized(Ack(id=number, statuses=bytes([ERROR]), detail="nobody answers"))
-            for book in self._below:
-                self._recover(book)  # it was not the tiers' fault
+        if memory:
+            self.forget(self._host.name)
+            for name in self.lower_tiers():
+                self.detach(name)
+        for flight in [*self._flights.values()]:
+            flight.cancelled = True
+            n = flight.pages.size
+            self._answer(flight, Ack(id=flight.command.id, statuses=bytes([ERROR]) * n, detail="nobody answers"))
+        for _, command, _ in [*self._lookups.values()]:
+            self._looked_up(Ack(id=command.id, statuses=bytes([ERROR]) * len(command.keys)))
+        for number in [*self._sizings]:
+            self._sized(Ack(id=number, statuses=bytes([ERROR]), detail="nobody answers"))
+        for book in self._below:
+            self._recover(book)  # it was not the tiers' fault
 
+    @verb
     def figures(self) -> DirectoryFigures:
         """The state now."""
-        with self._working():
-            size = self._index.page_size
-            present = dict.fromkeys(self._books, 0)
-            for node in self._index.nodes():
-                for name, book in self._books.items():
-                    present[name] += node.have[book.victims.tier]
-            tiers = {
-                name: TierFigures(book.capacity, book.used, present[name], dict(book.counters), book.down, book.outages)
-                for name, book in self._books.items()
-            }
-            by_tier = {name: pages * size for name, pages in self._hit_pages.items()}
-            return DirectoryFigures(
-                matches=self._matches,
-                asked_tokens=self._asked_tokens,
-                hit_tokens=self._hit_tokens,
-                hit_tokens_by_tier=by_tier,
-                tiers=tiers,
-                locks=self._index.locks,
-                pages_in_index=self._index.pages,
-                commands_under_way=len(self._flights) + len(self._lookups) + len(self._sizings) + len(self._looks),
-                late_answers=self.late_answers,
-            )
+        size = self._index.page_size
+        present = dict.fromkeys(self._books, 0)
+        for node in self._index.nodes():
+            for name, book in self._books.items():
+                present[name] += node.have[book.victims.tier]
+        tiers = {
+            name: TierFigures(book.capacity, book.used, present[name], dict(book.counters), book.down, book.outages)
+            for name, book in self._books.items()
+        }
+        by_tier = {name: pages * size for name, pages in self._hit_pages.items()}
+        return DirectoryFigures(
+            matches=self._matches,
+            asked_tokens=self._asked_tokens,
+            hit_tokens=self._hit_tokens,
+            hit_tokens_by_tier=by_tier,
+            tiers=tiers,
+            locks=self._index.locks,
+            pages_in_index=self._index.pages,
+            commands_under_way=len(self._flights) + len(self._lookups) + len(self._sizings) + len(self._looks),
+            late_answers=self.late_answers,
+        )
 
     def _hit(self, scope: Scope, found: Match, device_pages: int) -> PrefixHit:
         pages, device, segments, hinted = self._where(found, device_pages)
@@ -360,9 +360,9 @@ class Directory(Keeping):
             node = node.parent
         return PrefixHit(self, scope, node, pages, device, segments, hinted)
 
+    @verb
     def _release(self, hit: PrefixHit) -> None:
-        with self._working():
-            if hit.held:
-                hit.held = False
-                self._index.unlock(hit.node)
-                self._index.tidy(hit.node)
+        if hit.held:
+            hit.held = False
+            self._index.unlock(hit.node)
+            self._index.tidy(hit.node)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
+from kvtransfer.kernels.condition import Condition, Event
 from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, TransferError
 
@@ -88,7 +89,7 @@ class FifoEvent:
 
     def __init__(self) -> None:
         self._recorded = False
-        self._done = threading.Event()
+        self._done = Event()
         self._failure: _Failure | None = None
 
     @property
@@ -133,7 +134,7 @@ class _Lane:
         self.name = name
         self.delays = delays
         self.pid = os.getpid()
-        self.changed = threading.Condition()
+        self.changed = Condition()
         self.queue: deque[tuple[Callable[[], None], str]] = deque()
         self.thread: threading.Thread | None = None
         self.submitted = 0

@@ -9,7 +9,6 @@ error at the transfer's deadline.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.fifo import FifoEvent, FifoStream
 from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutError, TransferCancelled, TransferError
 from kvtransfer.kernels.events import Observer, Span
 from kvtransfer.lanes import Event
@@ -104,7 +104,7 @@ class TransferHandle:
         self._wake_engine = wake_engine
         self._observer = observer
         self._deadline = time.monotonic() + deadline_s
-        self._changed = threading.Condition()
+        self._changed = Condition()
         layers = pool.spec.num_layers
         self._chunks_left = [*plan.chunks_a_layer, *[0] * (layers - len(plan.chunks_a_layer))]  # not yet submitted
         self._layer_event: list[Event | None] = [None] * layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeGuard
 
 import numpy as np
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.commands import CODES, OK, STATUSES, WAITING, Command, Scope
 from kvtransfer.index import MAX_SLOT
+from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.tiers.base import PageStatus
 from kvtransfer.tree import Ids, Node
@@ -157,11 +159,16 @@ class Job:
         self._unknown -= at.size
         return bool(at.size) and not self._unknown
 
-    def _finish(self) -> list[Callable[[Job], object]]:
+    def _finish(self) -> None:
+        """All statuses are known. No callback is added from now on: one that comes is called at once."""
         with self._telling:
             self.done = True
-            out, self._callbacks = self._callbacks, []
-        return out
+
+    def _call_back(self) -> None:
+        """Tell those who asked."""
+        self._finish()
+        while self._callbacks:
+            call_subscriber(partial(self._callbacks.pop(0), self))
 
 
 @dataclass(eq=False)

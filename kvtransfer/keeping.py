@@ -13,7 +13,7 @@ from kvtransfer.commands import OK, Scope
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Job, Move, Segment, is_whole, page_ids_of
 from kvtransfer.kernels.errors import CapacityError, ConfigError, LayoutError
-from kvtransfer.moves import CANCELLED
+from kvtransfer.moves import CANCELLED, verb
 from kvtransfer.policy import Prefetch, Prune
 from kvtransfer.prefetch import Prefetching
 from kvtransfer.radix import Match
@@ -46,6 +46,7 @@ class Keeping(Prefetching):
 
     # --- tiers
 
+    @verb
     def place(
         self,
         tokens: Tokens,
@@ -62,58 +63,56 @@ class Keeping(Prefetching):
             raise LayoutError(f"place: expected first of at least 0, got {first!r}")
         scope, given = scope or Scope(), np.frombuffer(token_bytes(tokens), dtype="<u4")
         ids = page_ids_of(page_ids, max(0, given.size // self._index.page_size - first), "place")
-        with self._working():
-            found = self._index.insert(given, scope.name())
-            new: NDArray[np.bool_] = self._index.codes(found, self._device.name, first) == ABSENT
-            self._index.write(found.node, self._device.name, np.flatnonzero(new) + first, ids[new])
-            self._device.used += int(new.sum())
-            return new
+        found = self._index.insert(given, scope.name())
+        new: NDArray[np.bool_] = self._index.codes(found, self._device.name, first) == ABSENT
+        self._index.write(found.node, self._device.name, np.flatnonzero(new) + first, ids[new])
+        self._device.used += int(new.sum())
+        return new
 
+    @verb
     def evict(self, tier: str, pages: int) -> Ids:
         """Give up to ``pages`` pages of a tier up, by its policy, none that is held. Returns the slots (of the device
         tier: its page ids) that are free now; others follow when a lower tier has them: ask again then. Raises
         ConfigError for a tier that is not there, or pages that are no number of them."""
         if not is_whole(pages, 0):
             raise ConfigError(f"evict: expected 0 pages or more, got {pages!r}")
-        with self._working():
-            book = self._book(tier)
-            return self._evict(book, int(pages)) if pages else np.empty(0, dtype=np.int64)
+        book = self._book(tier)
+        return self._evict(book, int(pages)) if pages else np.empty(0, dtype=np.int64)
 
     def flush(self, tier: str) -> Ids:
         """`evict` everything of one tier that is not held; the others keep what they have."""
         return self.evict(tier, 2**62)
 
+    @verb
     def attach(self, plan: TierPlan) -> None:
         """Add a tier by key below the others, or take one back that was detached (what it holds is not known then)."""
-        with self._working():
-            book = self._books.get(plan.name)
-            if plan.kind not in ("keys", "shared") or (
-                book is not None and (book.attached or book.plan.kind != plan.kind)
-            ):
-                raise ConfigError(f"attach: expected a tier by key with a new name, or a detached one, got {plan}")
-            if book is None:
-                self._index.add_tier(plan.name, INDEX_KINDS[plan.kind])
-                book = self._books[plan.name] = Book(plan, self._index)
-                self._below.append(book)
-            book.attached, book.capacity = True, plan.capacity_pages
-            self._recover(book)
+        book = self._books.get(plan.name)
+        if plan.kind not in ("keys", "shared") or (book is not None and (book.attached or book.plan.kind != plan.kind)):
+            raise ConfigError(f"attach: expected a tier by key with a new name, or a detached one, got {plan}")
+        if book is None:
+            self._index.add_tier(plan.name, INDEX_KINDS[plan.kind])
+            book = self._books[plan.name] = Book(plan, self._index)
+            self._below.append(book)
+        book.attached, book.capacity = True, plan.capacity_pages
+        self._recover(book)
 
+    @verb
     def detach(self, tier: str) -> None:
         """A tier by key is used no more. What it holds stays there, and is forgotten here."""
-        with self._working():
-            book = self._book(tier)
-            if not book.by_key:
-                raise ConfigError(f"detach: expected a tier by key, got {tier}")
-            book.attached = False
-            self._recover(book)
-            self._forget(book)
+        book = self._book(tier)
+        if not book.by_key:
+            raise ConfigError(f"detach: expected a tier by key, got {tier}")
+        book.attached = False
+        self._recover(book)
+        self._forget(book)
 
+    @verb
     def forget(self, tier: str) -> None:
         """The tier has lost what it held: none of it is there from now on, not even for hits that are held (a load of
         them is short). What is under way there goes on: call `lost` first if nobody will answer."""
-        with self._working():
-            self._forget(self._book(tier))
+        self._forget(self._book(tier))
 
+    @verb
     def resize(self, tier: str, capacity_pages: int) -> Job:
         """Another capacity, smaller or larger. The job is done when it holds; a later `resize` cancels it.
 
@@ -123,33 +122,32 @@ class Keeping(Prefetching):
         holds more pages than there is room for; `tick` goes on with it. Pages that are held or under way are not lost.
         """
         job = Job("resize", 0, 1)
-        with self._working():
-            book = self._book(tier)
-            if book.capacity is None or not is_whole(capacity_pages, 1):
-                raise ConfigError(
-                    f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages!r}"
+        book = self._book(tier)
+        if book.capacity is None or not is_whole(capacity_pages, 1):
+            raise ConfigError(
+                f"resize: expected a tier with a capacity, and 1 page or more, got {tier}, {capacity_pages!r}"
+            )
+        if book.is_slots:
+            if capacity_pages > book.extents.count:
+                raise CapacityError(
+                    f"{tier}: expected at most most_pages={book.extents.count} pages, got {capacity_pages}"
                 )
-            if book.is_slots:
-                if capacity_pages > book.extents.count:
-                    raise CapacityError(
-                        f"{tier}: expected at most most_pages={book.extents.count} pages, got {capacity_pages}"
-                    )
-                self._set_size(book, capacity_pages, job)
-            else:
-                book.capacity = capacity_pages
-                self._make_room(book, 0)
-                self._tell(job, np.zeros(1, dtype=np.int64), OK)
-            return job
+            self._set_size(book, capacity_pages, job)
+        else:
+            book.capacity = capacity_pages
+            self._make_room(book, 0)
+            self._tell(job, np.zeros(1, dtype=np.int64), OK)
+        return job
 
+    @verb
     def grown(self, tier: str, pages: int) -> None:
         """The memory of the slots tier has grown by itself to so many slots: they are given out from now on, as far as
         the plan goes. Nothing is asked of the mover: it would take a `resize` for the end of growing. Not after one."""
-        with self._working():
-            book = self._book(tier)
-            if not book.is_slots or book.sizing is not None or book.size_asked:
-                raise ConfigError(f"grown: expected a slots tier that no resize is about, got {tier}")
-            book.memory = book.goal = max(book.memory, min(pages, book.extents.count))
-            self._set_ready(book)
+        book = self._book(tier)
+        if not book.is_slots or book.sizing is not None or book.size_asked:
+            raise ConfigError(f"grown: expected a slots tier that no resize is about, got {tier}")
+        book.memory = book.goal = max(book.memory, min(pages, book.extents.count))
+        self._set_ready(book)
 
     def capacity(self, tier: str) -> int | None:
         """Pages that a tier may have now; None: no limit that is known here."""
@@ -172,73 +170,73 @@ class Keeping(Prefetching):
                 f"{sorted(lower)}, as the mover has; got {self._host.name!r} of {most}, above {sorted(names)}"
             )
 
+    @verb
     def write_out(self) -> None:
         """Begin to write what write-back tiers lack of the host tier, which keeps it."""
-        with self._working():
-            for book in [book for book in self._below if book.attached and book.write.on_evict]:
-                for node, pages in self._bare_pages([book]):
-                    scope = Scope.parse(self._index.namespace(node))
-                    self._begin(Move(node, scope, pages, self._host.name, book.name))
+        for book in [book for book in self._below if book.attached and book.write.on_evict]:
+            for node, pages in self._bare_pages([book]):
+                scope = Scope.parse(self._index.namespace(node))
+                self._begin(Move(node, scope, pages, self._host.name, book.name))
 
+    @verb
     def unsaved_pages(self) -> int:
         """Pages that the host tier alone has, where there are tiers below; 0 where there are none."""
-        with self._working():
-            below = [book for book in self._below if book.attached]
-            return sum(pages.size for _, pages in self._bare_pages(below)) if below else 0
+        below = [book for book in self._below if book.attached]
+        return sum(pages.size for _, pages in self._bare_pages(below)) if below else 0
 
+    @verb
     def close(self) -> None:
         """Let go of what is pinned, and of what waits for room. What is under way is still answered."""
-        with self._working():
-            pinned, self._pinned = self._pinned, []
-            for _, node in pinned:
-                self._index.unlock(node)
-                self._index.tidy(node)
-            for move in [*self._waiting]:
-                self._settle(move, move.pages, CANCELLED)
-            self._give_up_size(self._host)
-            self._stop_looking()
+        pinned, self._pinned = self._pinned, []
+        for _, node in pinned:
+            self._index.unlock(node)
+            self._index.tidy(node)
+        for move in [*self._waiting]:
+            self._settle(move, move.pages, CANCELLED)
+        self._give_up_size(self._host)
+        self._stop_looking()
 
     # --- keeping and forgetting
 
+    @verb
     def pin(self, tokens: Tokens, scope: Scope | None = None, *, ttl_s: float) -> int:
         """Hold what is there of ``tokens`` for ``ttl_s`` seconds (`tick` lets go). How many pages."""
         if not (isinstance(ttl_s, int | float) and ttl_s >= 0):  # a NaN would never come, nor be over
             raise ConfigError(f"pin: expected ttl_s of 0 seconds or more, got {ttl_s!r}")
-        with self._working():
-            found = self._index.match(tokens, (scope or Scope()).name(), use=False)
-            pages = self._where(found, 0)[0]
-            if pages:
-                self._index.lock(found.node)
-                self._pinned.append((self._index.clock() + ttl_s, found.node))
-            return pages
+        found = self._index.match(tokens, (scope or Scope()).name(), use=False)
+        pages = self._where(found, 0)[0]
+        if pages:
+            self._index.lock(found.node)
+            self._pinned.append((self._index.clock() + ttl_s, found.node))
+        return pages
 
+    @verb
     def tick(self) -> None:
         """Call it now and then: pins end, cold branches are pruned, a host tier above its watermark is cleared, or
         goes on shrinking; tiers that failed are asked whether they answer again."""
-        with self._working():
-            self._look_after()
-            now = self._index.clock()
-            ended = [node for until, node in self._pinned if until <= now]
-            self._pinned = [pin for pin in self._pinned if pin[0] > now]
-            for node in ended:
-                self._index.unlock(node)
-                self._index.tidy(node)
-            self._vacate(self._host)
-            prune, host = self._prune, self._host
-            if host.sizing is not None:
-                return  # pages that are relocated count twice; what is too much was given up when that began
-            if host.used - host.leaving > self._high * (host.capacity or 0):
-                self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))
-            if prune is not None and now - self._pruned_at >= prune.every_s:
-                self._pruned_at = now
-                tails = host.victims.candidates()
-                while tails and host.used > prune.watermark * (host.capacity or 0):
-                    tail = tails.pop()
-                    if prune.is_cold(tail, now) and host.victims.is_candidate(tail):
-                        parent = tail.parent
-                        self._give_up(tail, host, np.flatnonzero(self._row(tail, host) >= 0))
-                        if parent is not None and host.victims.is_candidate(parent):
-                            tails.append(parent)
+        self._look_after()
+        now = self._index.clock()
+        ended = [node for until, node in self._pinned if until <= now]
+        self._pinned = [pin for pin in self._pinned if pin[0] > now]
+        for node in ended:
+            self._index.unlock(node)
+            self._index.tidy(node)
+        self._vacate(self._host)
+        prune, host = self._prune, self._host
+        if host.sizing is not None:
+            return  # pages that are relocated count twice; what is too much was given up when that began
+        if host.used - host.leaving > self._high * (host.capacity or 0):
+            self._evict(host, host.used - host.leaving - int(self._low * (host.capacity or 0)))
+        if prune is not None and now - self._pruned_at >= prune.every_s:
+            self._pruned_at = now
+            tails = host.victims.candidates()
+            while tails and host.used > prune.watermark * (host.capacity or 0):
+                tail = tails.pop()
+                if prune.is_cold(tail, now) and host.victims.is_candidate(tail):
+                    parent = tail.parent
+                    self._give_up(tail, host, np.flatnonzero(self._row(tail, host) >= 0))
+                    if parent is not None and host.victims.is_candidate(parent):
+                        tails.append(parent)
 
     def _bare_pages(self, below: Sequence[Book]) -> list[tuple[Node, Ids]]:
         """Nodes and pages that the host tier has, and none of these, nor are they on their way there."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from contextlib import AbstractContextManager
 
 from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import TransferError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.pool import Stream
@@ -52,7 +52,7 @@ class LayerLoads:
     """The loads that were submitted last, by number. Thread-safe."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._handles: OrderedDict[int, list[TransferHandle]] = OrderedDict()
 
     def add(self, number: int, handle: TransferHandle) -> None:

@@ -96,7 +96,7 @@ class Mover:
         self._reading = Worker("kvtransfer-reads")
         self._writing = Worker("kvtransfer-writes")
         self._sizing = Worker("kvtransfer-resizes")
-        self._tiers = threading.Lock()  # held while tiers are told of the host's memory
+        self._tiers = threading.RLock()  # held while tiers are told of the host's memory
         for name, tier in (tiers or {}).items():
             self.attach(name, tier)
 
@@ -230,17 +230,20 @@ class Mover:
             self._under.cancel_all()
         if left := self._under.wait_empty(timeout_s):
             raise DeadlineExceeded(f"mover: close: {left} commands had no end after {timeout_s:g} s")
-        if not self._tiers.acquire(timeout=max(0.1, until - time.monotonic())):
-            raise DeadlineExceeded(f"mover: close: a tier was being attached or detached after {timeout_s:g} s")
         failed: list[Exception] = []
         try:
+            if not self._tiers.acquire(timeout=max(0.1, until - time.monotonic())):
+                raise DeadlineExceeded(f"mover: close: a tier was being attached or detached after {timeout_s:g} s")
             for name, lower in [*self._lower.items()]:
                 try:
                     self._close_lower(name, lower, drain, max(0.1, until - time.monotonic()))
                 except Exception as error:  # kept: the others are closed first
                     failed.append(error)
         finally:
-            self._tiers.release()
+            try:
+                self._tiers.release()
+            except RuntimeError:  # it is not ours: there was no time, or an interrupt
+                pass
         if failed:
             raise failed[0]
         self._deadlines.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 
 from kvtransfer.channel import AnyFrame, Call, Channel, Reply
 from kvtransfer.commands import Ack
+from kvtransfer.kernels.condition import Event
 from kvtransfer.mover import Mover
 from kvtransfer.worker import Worker
 
@@ -26,7 +26,7 @@ def serve(connection: Connection, mover: Mover) -> None:
 class _Server:
     def __init__(self, connection: Connection, mover: Mover) -> None:
         self._mover = mover
-        self._over = threading.Event()
+        self._over = Event()
         self._calling = Worker("kvtransfer-calls")  # they may take long: commands go on
         self._channel = Channel(connection, self._received, self._ended, "kvtransfer-cache")
         mover.answer = self._channel.send

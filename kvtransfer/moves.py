@@ -10,9 +10,9 @@ The rules that everything rests on:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from kvtransfer.books import Book
 from kvtransfer.commands import CODES, OK, WAITING, Cancel, Command, Demote, Load, Promote, Resize, Store, packed
 from kvtransfer.index import PrefixIndex
 from kvtransfer.jobs import Flight, Job, Move
-from kvtransfer.kernels.callbacks import call_subscriber
 from kvtransfer.outages import Outages
 from kvtransfer.radix import Match
 from kvtransfer.room import BATCH_PAGES
@@ -30,6 +29,20 @@ from kvtransfer.tree import ABSENT, Ids, pending
 
 MISS, CORRUPT = CODES[PageStatus.MISS], CODES[PageStatus.CORRUPT]
 NO_ROOM, ERROR, CANCELLED = CODES[PageStatus.NO_ROOM], CODES[PageStatus.ERROR], CODES[PageStatus.CANCELLED]
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_M = TypeVar("_M", bound="Moves")
+
+
+def verb(work: Callable[Concatenate[_M, _P], _R]) -> Callable[Concatenate[_M, _P], _R]:
+    """Makes a method of a directory one of its verbs: see `Moves._working`."""
+
+    @wraps(work)
+    def run(self: _M, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return self._working(work, self, *args, **kwargs)
+
+    return run
 
 
 class Moves(Outages):
@@ -47,32 +60,37 @@ class Moves(Outages):
         self._depth = 0
         self.on_commands: Callable[[], object] | None = None
 
-    @contextmanager
-    def _working(self) -> Iterator[None]:
-        """Around every verb: under the mutex; before it ends, waiting moves go on as far as they can; after it, without
-        the mutex, callbacks of jobs that ended run."""
-        calls: list[Callable[[], object]] = []
+    def _working(self, work: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Do the work of a verb: under the mutex; before it ends, waiting moves go on as far as they can; after it,
+        without the mutex, callbacks of jobs that ended run.
+
+        The ``with`` stands in a plain function: its lock is taken and given back in C, where no KeyboardInterrupt comes
+        between. One between a context manager in Python and the block that it holds leaves the mutex taken.
+        """
+        ended: list[Job] = []
         tell: Callable[[], object] | None = None
         try:
             with self._index.mutex:
                 self._depth += 1
                 try:
-                    yield
+                    out = work(*args, **kwargs)
                     if self._depth == 1:
                         self._pump()
+                    return out
                 finally:
                     self._depth -= 1
                     if not self._depth:
-                        ended, self._ended = self._ended, []
-                        calls = [partial(call, job) for job in ended for call in job._finish()]
                         tell = self.on_commands if self._outbox else None
+                        ended, self._ended = self._ended, []
+                        for job in ended:
+                            job._finish()
         finally:  # whatever was raised: what was begun is given out, a job that has ended says so, and to everybody
             try:
                 if tell is not None:
                     tell()
             finally:
-                for call in calls:
-                    call_subscriber(call)
+                for job in ended:
+                    job._call_back()
 
     # --- moves
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 
 from kvtransfer.handles import TransferHandle
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.lanes import as_transfer_error
@@ -37,7 +38,7 @@ class Pump:
     def __init__(self, shop: Workshop, name: str) -> None:
         self._shop = shop
         self._name = name
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._queue: deque[Transfer] = deque()
         self._flight: list[Transfer] = []
         self._thread: threading.Thread | None = None

@@ -7,11 +7,11 @@ wait for that event. Nothing here holds the calling thread for the GPU.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 import torch
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.lanes import Event
@@ -43,7 +43,7 @@ class StagingRing:
         self.memory = torch.empty(self.slot_bytes * slots, dtype=torch.uint8, device=device)
         self._slots = [RingSlot(i, self.memory[i * self.slot_bytes : (i + 1) * self.slot_bytes]) for i in range(slots)]
         self._next = 0
-        self._changed = threading.Condition()
+        self._changed = Condition()
 
     @property
     def share(self) -> int:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from kvtransfer.commands import CODES, Ack, Command, positions
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import TransferError
 from kvtransfer.tiers.base import PageStatus
 from kvtransfer.worker import Worker
@@ -46,7 +47,7 @@ class UnderWay:
 
     def __init__(self) -> None:
         self.answer: Callable[[Ack], object] | None = None
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._under: dict[int, Under] = {}
         self._early: OrderedDict[int, None] = OrderedDict()
         self._closing = False

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.condition import Condition, Event
 from kvtransfer.kernels.ending import Ending
 
 _ending = Ending()
@@ -22,7 +23,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._tasks: deque[Callable[[], object]] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -80,7 +81,7 @@ class Ticker:
 
     def __init__(self, work: Callable[[], object], every_s: float) -> None:
         self._work, self._every_s = work, every_s
-        self._over = threading.Event()
+        self._over = Event()
         self._thread = threading.Thread(target=self._run, name="kvtransfer-tick", daemon=True)
         self._thread.start()
         _ending.add(self)

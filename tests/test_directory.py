@@ -964,7 +964,7 @@ class Between(Job):
         seen = self._done
         if self.ends and not seen:
             self.ends = False
-            ending = threading.Thread(target=lambda: [call(self) for call in self._finish()])
+            ending = threading.Thread(target=self._call_back)
             ending.start()
             ending.join(0.2)
         return seen

@@ -11,13 +11,13 @@ outcome, and a later one is ignored.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import DeadlineExceeded, TierError
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer, TierHandle
 from kvtransfer.tiers.parts import Parts
@@ -69,7 +69,7 @@ class Batch(TierHandle):
         self.moved_bytes = 0
         self.on_cancel: Callable[[], object] | None = None
         self._book = book
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self.deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._statuses: list[PageStatus | None] = [None] * len(keys)
         self._errors: dict[int, BaseException] = {}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import ConfigError, DeadlineExceeded, LayoutError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.base import BatchResult, PageStatus, RecordBuffer
@@ -56,7 +57,7 @@ class BatchBook:
     def __init__(self, name: str, observer: Observer = NO_OBSERVER) -> None:
         self.name = name
         self._observer = observer
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._open: dict[int, Batch] = {}  # by id, in the order of the calls
         self._counters: Counter[str] = Counter()
         self._closing = False

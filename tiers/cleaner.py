@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.condition import Event
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.tiers.commit_log import CommitLog
 from kvtransfer.tiers.disk_room import DiskRoom
@@ -36,7 +37,7 @@ class Cleaner:
         self._room, self._log = room, log
         self._sync_every_s, self._clean_every_s = sync_every_s, clean_every_s
         self._full_share, self._idle_s = full_share, idle_s
-        self._stop = threading.Event()
+        self._stop = Event()
         self._cleaning = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"{room.name}-cleaner", daemon=True)
 

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.condition import Condition, Event
 from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import Observer
@@ -63,10 +64,10 @@ class CommitLog:
         self._gone: list[tuple[bytes, int]] = []  # dropped from the table, not yet from the journal
         self._taken: list[tuple[bytes, int]] = []  # those of them that a commit is writing
         self._dirty: set[int] = set()  # files with data that was not synced
-        self._snapshot_free = threading.Event()
+        self._snapshot_free = Event()
         self._snapshot_free.set()
         self._queue: deque[_Item] = deque()
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._ending = False
         self._thread: threading.Thread | None = None
         if sync != "none":  # what waits for the disk must not hold the thread that moves records

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.ending import Daemon
 
 
@@ -32,7 +33,7 @@ class Deadlines:
     def __init__(self, name: str, entered: Callable[[], object]) -> None:
         self._name = name
         self._entered = entered
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._heap: list[tuple[float, int, weakref.ref[Expiring]]] = []
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None

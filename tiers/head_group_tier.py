@@ -108,8 +108,9 @@ class HeadGroupTier(WorkerTier):
                 result = self.inner.get_into(keys, buffers, deadline_s=self._left(job)).result()
                 told = list(self._told(job.only(places), result))
                 pages = np.arange(count, dtype=np.int64)
-                with self._torch:
-                    self.groups.gather(stage.records, slots, stage.pages.layout, [stage.pages.payload], pages)
+                self._torch.call(
+                    self.groups.gather, stage.records, slots, stage.pages.layout, [stage.pages.payload], pages
+                )
                 for at, outcome in zip(places, told, strict=True):
                     if outcome.status is PageStatus.OK:
                         outcome = self._join(stage, outcome.at, job.keys[at], job.buffers[at])
@@ -122,8 +123,9 @@ class HeadGroupTier(WorkerTier):
                 for page, at in enumerate(places):
                     stage.pages.record(page).payload[:] = job.buffers[at].payload
                 pages = np.arange(count, dtype=np.int64)
-                with self._torch:
-                    self.groups.cut(stage.pages.layout, [stage.pages.payload], pages, stage.records, slots)
+                self._torch.call(
+                    self.groups.cut, stage.pages.layout, [stage.pages.payload], pages, stage.records, slots
+                )
                 keys = self.record_keys([job.keys[at] for at in places])
                 buffers = [stage.records.record(slot) for slot in slots.tolist()]
                 for page, at in enumerate(places):

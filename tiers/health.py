@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 
@@ -50,7 +51,7 @@ class Health:
         self._longest_pause_s = longest_pause_s
         self._went_down = went_down
         self._observer = observer
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._cause: UnavailableError | None = None
         self._calls: dict[int, float] = {}  # number -> when it is overdue; inf once that was acted upon
         self._callers: dict[int, int] = {}  # number -> thread

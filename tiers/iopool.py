@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.kernels.callbacks import call_subscriber
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.tiers.io import MAX_TRIES, RETRIED, SHORT, Transfer
@@ -34,7 +35,7 @@ class PoolEngine:
     ) -> None:
         self._name = name
         self._move = self._move_by_calls if move is None else move
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._queue: deque[tuple[Transfer, list[int]]] = deque()
         self._closing = False
         self._leaving = False  # the interpreter ends

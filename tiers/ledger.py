@@ -11,12 +11,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import OwnershipError, TierError
 from kvtransfer.kernels.ids import id_tools
 
@@ -36,7 +36,7 @@ class PageLedger:
     def __init__(self, count: int, what: str) -> None:
         self.count = count
         self.what = what
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._last_ticket = np.zeros(count, dtype=np.int64)  # the last transfer that claimed the id
         self._open: dict[int, tuple[Owner, Ids | slice]] = {}
         self._tickets: dict[int, list[int]] = {}  # id(owner) -> its tickets
@@ -163,10 +163,19 @@ def claim_all(wanted: Sequence[tuple[PageLedger, Ids | None]], owner: Owner) -> 
 
     Returns what `PageLedger.claim` does for each ledger, without repeats.
     """
-    with ExitStack() as held:
-        for ledger in sorted({id(ledger): ledger for ledger, _ in wanted}.values(), key=id):
-            held.enter_context(ledger._changed)
-        for ledger, ids in wanted:
-            ledger._refuse(ids)  # before any of them is claimed
-        earlier = [e for ledger, ids in wanted for e in ledger.claim(ids, owner)]
+    ledgers = sorted({id(ledger): ledger for ledger, _ in wanted}.values(), key=id)
+    earlier = _claim_under(ledgers, wanted, owner)
     return list({id(e): e for e in earlier}.values())
+
+
+def _claim_under(
+    ledgers: Sequence[PageLedger], wanted: Sequence[tuple[PageLedger, Ids | None]], owner: Owner
+) -> list[Owner]:
+    """Claim with the locks of all ``ledgers`` taken: each by a ``with`` of its own, which a KeyboardInterrupt can't
+    leave without giving it back, as it can an ExitStack."""
+    if ledgers:
+        with ledgers[0]._changed:
+            return _claim_under(ledgers[1:], wanted, owner)
+    for ledger, ids in wanted:
+        ledger._refuse(ids)  # before any of them is claimed
+    return [e for ledger, ids in wanted for e in ledger.claim(ids, owner)]

@@ -16,6 +16,7 @@ import numpy as np
 from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Event
 from kvtransfer.kernels.ending import Guarded, Section
 from kvtransfer.kernels.errors import ConfigError, TierError, UnavailableError
 from kvtransfer.kernels.events import NO_OBSERVER, HeardOut, Observer
@@ -116,7 +117,7 @@ class MooncakeTier(WorkerTier):
         self._suspect: tuple[str, int] | None = None  # an object that could not be read, and its length
         self._put_failed = False
         self._renewing: threading.Thread | None = None
-        self._over = threading.Event()
+        self._over = Event()
         super().__init__(
             name,
             shared=True,

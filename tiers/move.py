@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.tiers.base import BatchResult, PageStatus, TierHandle
 from kvtransfer.tiers.batch import Batch
 from kvtransfer.tiers.host import HostTier
@@ -64,7 +65,7 @@ class Move(TierHandle):
         self._ok = 0
         self._prefix = 0
         self._taken: int | None = None  # pages that `collect` handed over
-        self._changed = threading.Condition()
+        self._changed = Condition()
         batch.add_done_callback(lambda _: self._tell())
 
     # --- for the caller

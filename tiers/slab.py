@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import CapacityError, CudaError, TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
 from kvtransfer.tiers.memory import HugePages, Mapping
@@ -74,7 +75,7 @@ class Slab:
         self._node = node
         self._threads = threads or min(_DEFAULT_THREADS, len(os.sched_getaffinity(0)))
         self._touches = fd is None  # attached memory is the maker's to touch
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._failure: BaseException | None = None
         self._failure_seen = False
         self._stop = False

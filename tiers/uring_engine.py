@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Condition, Event
 from kvtransfer.kernels.ending import Daemon
 from kvtransfer.kernels.errors import TierError
 from kvtransfer.kernels.events import NO_OBSERVER, Observer
@@ -49,7 +50,7 @@ class UringEngine:
 
     def __init__(self, name: str = "disk", *, observer: Observer = NO_OBSERVER, kernel: Kernel | None = None) -> None:
         self._name, self._kernel = name, kernel
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._commands: deque[Callable[[Ring], None]] = deque()
         self._queue: deque[tuple[Transfer, list[int]]] = deque()
         self._closing = False
@@ -74,7 +75,7 @@ class UringEngine:
         self._flying = 0
         self._bytes = 0
         started: list[OSError | None] = []
-        ready = threading.Event()
+        ready = Event()
         self._ring: Ring | None = None
         self._thread = Daemon(self._run, started, ready, name=f"{name}-io", leave=self._leave)
         self._thread.start()
@@ -154,7 +155,7 @@ class UringEngine:
             if self._ring is not None:
                 command(self._ring)
             return
-        done = threading.Event()
+        done = Event()
 
         def run(ring: Ring) -> None:
             try:
@@ -173,7 +174,7 @@ class UringEngine:
 
     # --- the ring's thread
 
-    def _run(self, started: list[OSError | None], ready: threading.Event) -> None:
+    def _run(self, started: list[OSError | None], ready: Event) -> None:
         try:
             ring = Ring(2 * DEPTH, files=_FILES, buffers=PLACES, kernel=self._kernel)
         except OSError as error:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import mmap
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import ConfigError, KVTransferError, LayoutError
 from kvtransfer.kernels.spec import Component, KVSpec
 from kvtransfer.tiers.base import PageStatus, RecordBuffer, Tier, TierHandle
@@ -91,7 +91,7 @@ class ChunkStore:
         size = trailer_bytes(spec)
         self._rows = rows
         self._trailers = np.frombuffer(mmap.mmap(-1, rows.shape[0] * size), dtype=np.uint8).reshape(-1, size)
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._jobs: dict[Hashable, ChunkJob] = {}
         self._finished: deque[ChunkJob] = deque()
         self._known: dict[bytes, bool] = {}  # what lookups said, as long as somebody is interested

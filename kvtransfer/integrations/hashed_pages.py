@@ -7,21 +7,24 @@ with the content namespace, which names model, dtype, page size, the engine's by
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtransfer.integrations.lower_tiers import TierStack
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import ConfigError, LayoutError
 from kvtransfer.kernels.spec import Component, KVSpec
 from kvtransfer.tiers.base import RecordBuffer
 from kvtransfer.tiers.keys import Namespace, Shard, stored_keys
 from kvtransfer.tiers.memory import Mapping
 from kvtransfer.tiers.record import BLOCK_BYTES, RecordHeader, padded_bytes, payload_checksum, trailer_bytes
+
+_R = TypeVar("_R")
 
 Piece = NDArray[np.uint8]
 MOST_PIECES = 2  # of a page that become records of their own: each costs a trailer and a key
@@ -103,16 +106,17 @@ class Staging:
         self.payloads: Piece = whole[0][: count * self.payload_bytes]
         self.trailers: Piece = whole[1][: count * self.trailer_bytes]
         self._free = list(range(count))
-        self._freed = threading.Condition()
+        self._freed = Condition()
 
-    @contextmanager
-    def take(self, number: int) -> Iterator[list[int]]:
-        """``number`` places, at most `count`. Waits for others to give theirs back: they hold no more than one lot."""
-        with self._freed:
-            self._freed.wait_for(lambda: len(self._free) >= number)
-            taken, self._free = self._free[:number], self._free[number:]
+    def lend(self, number: int, work: Callable[[list[int]], _R]) -> _R:
+        """Do some work with ``number`` places, at most `count`. Waits for others to give theirs back: they hold no more
+        than one lot."""
+        taken: list[int] = []
         try:
-            yield taken
+            with self._freed:
+                self._freed.wait_for(lambda: len(self._free) >= number)
+                taken, self._free = self._free[:number], self._free[number:]
+            return work(taken)
         finally:
             with self._freed:
                 self._free += taken
@@ -175,11 +179,7 @@ class HashedPages:
         kept: list[bool] = []
         for lot in self._lots(len(keys)):
             stored = self._stored(keys[lot.start : lot.stop])
-            with self.staging.take(len(stored)) as places:
-                buffers = self._buffers(pages[lot.start : lot.stop], places)
-                self._gather(pages[lot.start : lot.stop], buffers)
-                self._seal(stored, buffers)
-                kept += self._by_page(self._stack.put(stored, buffers))
+            kept += self.staging.lend(len(stored), partial(self._put, stored, pages[lot.start : lot.stop]))
         return kept
 
     def get(self, keys: Sequence[str], pages: Sequence[Sequence[Piece]]) -> list[bool]:
@@ -188,17 +188,24 @@ class HashedPages:
         filled: list[bool] = []
         for lot in self._lots(len(keys)):
             stored = self._stored(keys[lot.start : lot.stop])
-            wanted = pages[lot.start : lot.stop]
-            with self.staging.take(len(stored)) as places:
-                buffers = self._buffers(wanted, places)
-                whole = self._by_page(self._stack.get(stored, buffers))
-                self._scatter(wanted, buffers, whole)
-                filled += whole
+            filled += self.staging.lend(len(stored), partial(self._get, stored, pages[lot.start : lot.stop]))
         return filled
 
     def forget(self, keys: Sequence[str]) -> int:
         """Remove pages from every tier; how many records went."""
         return self._stack.remove(self._stored(keys))
+
+    def _put(self, stored: Sequence[bytes], pages: Sequence[Sequence[Piece]], places: list[int]) -> list[bool]:
+        buffers = self._buffers(pages, places)
+        self._gather(pages, buffers)
+        self._seal(stored, buffers)
+        return self._by_page(self._stack.put(stored, buffers))
+
+    def _get(self, stored: Sequence[bytes], pages: Sequence[Sequence[Piece]], places: list[int]) -> list[bool]:
+        buffers = self._buffers(pages, places)
+        whole = self._by_page(self._stack.get(stored, buffers))
+        self._scatter(pages, buffers, whole)
+        return whole
 
     def _stored(self, keys: Sequence[str]) -> list[bytes]:
         """Stored keys, page by page, record by record."""

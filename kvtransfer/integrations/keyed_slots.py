@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.tiers.host import HostTier
 
 FILLING, READY, LOST = range(3)  # on its way; there; it did not come, and nobody finds it
@@ -34,7 +34,7 @@ class KeyedSlots:
     def __init__(self, host: HostTier, *, protect_s: float = 2.0, clock: Callable[[], float] = time.monotonic) -> None:
         self.host = host
         self._protect_s, self._clock = protect_s, clock
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first
         self._held = 0
         self.evicted = 0

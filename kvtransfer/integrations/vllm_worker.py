@@ -6,7 +6,6 @@ been launched, so that their fences cover what it writes.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from kvtransfer.engine import TransferEngine
 from kvtransfer.integrations.vllm_facts import EngineFacts
 from kvtransfer.integrations.vllm_layout import EnginePool, engine_pool, whole_spec
 from kvtransfer.integrations.vllm_messages import StepAnswers, StepMetadata, WorkerFacts
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, TransferError
 from kvtransfer.mover import Mover
 from kvtransfer.tier_build import TierMaker
@@ -48,7 +48,7 @@ class WorkerHalf:
         self._loads: list[LayerLoad] = []  # of this step
         self._stores: list[Command] = []
         self._watched: dict[int, Load] = {}  # layer-wise loads of this step, by command
-        self._news = threading.Condition()
+        self._news = Condition()
         self._answers: list[Ack] = []
         self._verdicts: dict[int, Ack] = {}
         self._begun: dict[int, tuple[str, int, float]] = {}  # for the figures: kind, pages, since when

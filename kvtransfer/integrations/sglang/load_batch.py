@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.handles import TransferHandle
 from kvtransfer.integrations.sglang.linked_pool import LinkedPool
+from kvtransfer.kernels.condition import Event
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, TransferError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class LoadBatch:
             pages = _joined([load.pages for load in mine])
             self._wanted.append((pool, [key for load in mine for key in load.keys], pages))
         self._deadline_s, self._until = deadline_s, time.monotonic() + deadline_s
-        self._started = threading.Event()
+        self._started = Event()
         self._handles: list[tuple[LinkedPool, list[str], TransferHandle]] = []
         self._failed = False
         self._finishing = threading.Lock()
@@ -117,7 +118,7 @@ class LoadBatch:
 
 def _await_end(handle: TransferHandle, timeout_s: float) -> None:
     """Until the transfer writes no more: it may have been given up before that."""
-    ended = threading.Event()
+    ended = Event()
     handle.add_done_callback(lambda _: ended.set())
     ended.wait(timeout_s)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.handles import TransferHandle
 from kvtransfer.integrations.sglang.linked_pool import LinkedPool
+from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Offloads:
     """Thread-safe. ``begin`` is for the thread that launched the forwards that wrote the pages, or one behind it."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._queue: deque[_Offload] = deque()
 
     def begin(self, wanted: Sequence[tuple[LinkedPool, list[str], Pages]]) -> None:
