@@ -8,6 +8,7 @@ whichever frame that is: so each such place gets one.
 from __future__ import annotations
 
 import _thread
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ def interrupted_at(number: int, work: Callable[[], object]) -> BaseException | N
                 (_,) = map(_thread.interrupt_main, (signal.SIGINT,))  # no call of Python's: nobody looks before the end
         return trace
 
+    gc.disable()  # what is called at a collection would take the interrupt, and Python drop it there
     try:
         sys.settrace(trace)
         work()
@@ -53,6 +55,7 @@ def interrupted_at(number: int, work: Callable[[], object]) -> BaseException | N
         return error
     finally:
         sys.settrace(None)
+        gc.enable()
     assert not due, "the interrupt was lost"
     return None
 
