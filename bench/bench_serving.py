@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import csv
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ class Row:
 
     loads, stores  pages, of the measured pass; None where the server does not say
     counted_tokens what the cache itself says it has handed out; None where it does not
+    failed_pages   that a tier could not take, of both passes; None where the server does not say
+    unfilled       requests of pass 1 that failed
     """
 
     case: str
@@ -46,18 +50,24 @@ class Row:
     loads: int | None = None
     stores: int | None = None
     counted_tokens: int | None = None
+    failed_pages: int | None = None
+    unfilled: int = 0
 
     @property
     def cached_share(self) -> float | None:
         """Cached over input tokens."""
-        cached = self.figures.cached_tokens
-        return None if cached is None else cached / max(1, self.figures.input_tokens)
+        cached, tokens = self.figures.cached_tokens, self.figures.input_tokens
+        return None if cached is None or tokens is None else cached / max(1, tokens)
 
     @property
     def wrong(self) -> str | None:
         """What is wrong with it, None if nothing is."""
         if self.figures.failed:
             return f"{self.case}: {self.figures.failed} requests failed"
+        if self.unfilled:
+            return f"{self.case}: {self.unfilled} requests of pass 1 failed: less was cached than could be"
+        if self.failed_pages:
+            return f"{self.case}: {self.failed_pages} pages could not be written: the figures are of a cache without"
         if self.counted_tokens is not None and self.counted_tokens != self.figures.cached_tokens:
             return (
                 f"{self.case}: answers tell {self.figures.cached_tokens} cached tokens, the cache {self.counted_tokens}"
@@ -69,37 +79,53 @@ def measure(case: str, client: ServerClient, prompts: Sequence[NamedPrompt], arg
     """Both passes."""
     rules = {"max_new_tokens": args.max_new_tokens, "concurrency": args.concurrency, "seed": args.seed}
     rules["ignore_eos"] = not args.stop_at_eos
-    tell(case, drive(client, prompts, **rules)[0])
+    client.flush()  # a server that can't is found out before it was filled
+    first = client.info()
+    unfilled = tell(case, drive(client, prompts, **rules)[0])
+    if args.url is not None:
+        time.sleep(args.settle_s)
     client.flush()
     before = client.info()
     shots, wall_s = drive(client, prompts, qps=args.qps, **rules)
     tell(case, shots)
+    row = Row(case, figures(shots, wall_s), unfilled=unfilled)
+    if not first or not before:
+        return row
     client.flush()  # waits for stores
-    after = client.info()
-    grown = None if before is None or after is None else {name: after[name] - before.get(name, 0) for name in after}
-    found = figures(shots, wall_s)
-    if not grown:
-        return Row(case, found)
-    return Row(case, found, grown["loaded_pages"], grown["stored_pages"], grown["cached_tokens"])
+    after = client.info() or before
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    return replace(
+        row,
+        loads=grown.get("loaded_pages"),
+        stores=grown.get("stored_pages"),
+        counted_tokens=grown.get("cached_tokens"),
+        failed_pages=after.get("failed_pages", 0) - first.get("failed_pages", 0),
+    )
 
 
-def tell(case: str, shots: Sequence[Shot]) -> None:
-    """The first failure, if there is one."""
+def tell(case: str, shots: Sequence[Shot]) -> int:
+    """The first failure, if there is one; how many there are."""
     failed = [shot for shot in shots if shot.error is not None]
     if failed:
         print(f"{case}: {failed[0].name}: {failed[0].error}", file=sys.stderr)
+    return len(failed)
 
 
 COLUMNS: list[tuple[str, Callable[[Row], Any], str]] = [
     ("requests", lambda r: r.figures.requests, "{}"),
-    ("TTFT avg ms", lambda r: r.figures.ttft_avg_s * 1e3, "{:.1f}"),
-    ("p50", lambda r: r.figures.ttft_p50_s * 1e3, "{:.1f}"),
-    ("p90", lambda r: r.figures.ttft_p90_s * 1e3, "{:.1f}"),
-    ("p99", lambda r: r.figures.ttft_p99_s * 1e3, "{:.1f}"),
-    ("e2e p50 ms", lambda r: r.figures.e2e_p50_s * 1e3, "{:.1f}"),
+    ("failed", lambda r: r.figures.failed, "{}"),
+    ("TTFT avg ms", lambda r: _ms(r.figures.ttft_avg_s), "{:.1f}"),
+    ("p50", lambda r: _ms(r.figures.ttft_p50_s), "{:.1f}"),
+    ("p90", lambda r: _ms(r.figures.ttft_p90_s), "{:.1f}"),
+    ("p99", lambda r: _ms(r.figures.ttft_p99_s), "{:.1f}"),
+    ("e2e p50 ms", lambda r: _ms(r.figures.e2e_p50_s), "{:.1f}"),
     ("req/s", lambda r: r.figures.requests_per_s, "{:.2f}"),
     ("out tok/s", lambda r: r.figures.output_tokens_per_s, "{:.1f}"),
-    ("cached / input", lambda r: f"{_or_unknown(r.figures.cached_tokens)} / {r.figures.input_tokens}", "{}"),
+    (
+        "cached / input",
+        lambda r: _or_unknown(r.figures.cached_tokens, r.figures.input_tokens),
+        "{}",
+    ),
     ("share", lambda r: r.cached_share, "{:.1%}"),
     ("loads", lambda r: r.loads, "{}"),
     ("stores", lambda r: r.stores, "{}"),
@@ -132,14 +158,17 @@ def plot(file: Path, title: str, rows: Sequence[Row]) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 1.8 + 0.5 * len(rows)), sharey=True)
     at = list(range(len(rows)))
     for offset, (name, values) in enumerate(
-        (f"p{p}", [getattr(r.figures, f"ttft_p{p}_s") * 1e3 for r in rows]) for p in (50, 90, 99)
+        (f"p{p}", [_ms(getattr(r.figures, f"ttft_p{p}_s")) or 0 for r in rows]) for p in (50, 90, 99)
     ):
         left.barh([y + 0.25 * (offset - 1) for y in at], values, height=0.23, label=name)
     left.set_yticks(at, [r.case for r in rows])
     left.invert_yaxis()
     left.set_xlabel("time to first token, ms")
-    left.legend()
+    left.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=3, frameon=False, fontsize=8)
     right.barh(at, [100 * (r.cached_share or 0) for r in rows], color="#7aa6c2")
+    for y, row in zip(at, rows, strict=True):
+        if row.cached_share is None:
+            right.text(1, y, "not told", va="center")
     right.set_xlim(0, 100)
     right.set_xlabel("cached tokens, % of the input")
     figure.suptitle(title, fontsize=9)
@@ -149,7 +178,9 @@ def plot(file: Path, title: str, rows: Sequence[Row]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Exit status 1: a request failed, or cached tokens are not what the cache has counted."""
+    """Entry point. Exit status 1: a request failed, a tier did not take its pages, or cached tokens are not what the
+    cache has counted; 2: bad input, or a server that does not answer; 130: interrupted. Rows that there are by then are
+    shown and written all the same."""
     out = parser(__doc__)
     out.add_argument("--url", help="of a server; a local model unless given")
     out.add_argument("--api", choices=("openai", "sglang"), help="found out unless given")
@@ -162,7 +193,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--qps", type=float, help="requests that are due a second, at random; as fast as can be otherwise")
     out.add_argument("--stop-at-eos", action="store_true", help="answers may end early")
     out.add_argument("--flush-path", help="request that empties the server's own prefix cache")
-    out.add_argument("--ablation", nargs="+", choices=ABLATIONS, default=["none", "host"], help="local")
+    out.add_argument("--settle-s", type=float, default=1.0, help="a server's time to end its stores before that")
+    out.add_argument("--ablation", nargs="+", choices=ABLATIONS, help="local: which tiers, one after the other")
     out.add_argument("--page-size", type=int, default=16, help="local: tokens a page")
     out.add_argument("--host-pages", type=int, default=4096, help="local: pages of the host tier")
     out.add_argument("--disk", type=Path, help="local: folder on the disk (a temporary one)")
@@ -170,19 +202,47 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--redis", help="local: redis://host:port of the remote tier")
     out.add_argument("--csv", type=Path, help="write the rows to this file")
     args, device = checked(out, argv)
-    if args.max_new_tokens < 1 or args.concurrency < 1 or (args.qps is not None and not args.qps > 0):
-        out.error("--max-new-tokens, --concurrency, --qps: expected numbers above 0")
-    if args.csv is not None and not args.csv.absolute().parent.is_dir():
-        out.error(f"--csv {args.csv}: expected a file in a folder that exists")
-    if args.url is None and any("remote" in case for case in args.ablation) and args.redis is None:
-        out.error("--ablation host+disk+remote: expected --redis redis://host:port")
+    check(out, args)
+    rows: list[Row] = []
+    status, prompts = 0, []
     try:
-        found = read_prompts(args.prompts) if args.prompts is not None else shipped_prompts()
-        rows = list(_rows(args, found[: args.most_prompts], device))
+        prompts = read_prompts(args.prompts, args.most_prompts) if args.prompts else shipped_prompts()
+        prompts = prompts[: args.most_prompts]
+        for row in _rows(args, prompts, device):
+            rows.append(row)
     except KVTransferError as error:
         print(error, file=sys.stderr)
-        return 2
-    title = f"{len(found[: args.most_prompts])} prompts, {args.max_new_tokens} new tokens, {args.concurrency} at a time"
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    if rows:
+        write(args, device, rows, len(prompts))
+    wrong = [row.wrong for row in rows if row.wrong is not None]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return status or (1 if wrong else 0)
+
+
+def check(out: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """End the program on options that can't work, before anything is measured. Mutates ``args``: the ablation."""
+    numbers = (args.max_new_tokens, args.concurrency, 1 if args.most_prompts is None else args.most_prompts)
+    if min(numbers) < 1 or (args.qps is not None and not 0 < args.qps < float("inf")):
+        out.error("--max-new-tokens, --concurrency, --most-prompts, --qps: expected numbers above 0")
+    if args.seed < 0 or not 0 <= args.settle_s < float("inf"):
+        out.error("--seed, --settle-s: expected 0 or more")
+    if args.url is not None and (args.ablation is not None or args.random_weights):
+        out.error("--url: expected no options of a local model, got --ablation or --random-weights")
+    args.ablation = args.ablation or ["none", "host"]
+    if args.url is None and any("remote" in case for case in args.ablation) and args.redis is None:
+        out.error("--ablation host+disk+remote: expected --redis redis://host:port")
+    if args.disk is not None and not args.disk.is_dir():
+        out.error(f"--disk {args.disk}: expected a folder that exists")
+
+
+def write(args: argparse.Namespace, device: torch.device, rows: Sequence[Row], prompts: int) -> None:
+    """The table, and the files that are asked for."""
+    title = f"{prompts} prompts, {args.max_new_tokens} new tokens, {args.concurrency} at a time"
     title += "" if args.qps is None else f", {args.qps:g} a second"
     show(title, rows)
     if args.json is not None:
@@ -191,10 +251,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_csv(args.csv, rows)
     if args.plot is not None:
         plot(args.plot, title, rows)
-    wrong = [row.wrong for row in rows if row.wrong is not None]
-    for line in wrong:
-        print(line, file=sys.stderr)
-    return 1 if wrong else 0
 
 
 def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torch.device) -> Iterator[Row]:
@@ -204,10 +260,12 @@ def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torc
         return
     with _folder(args.disk) as folder:
         options = LocalOptions(
-            device, args.model, args.random_weights, args.page_size, args.host_pages, folder, args.disk_gb, args.redis
-        )
-        for case, url in served(options, args.ablation):
-            yield measure(case, ServerClient(url, api=args.api), prompts, args)
+            device, args.model, args.random_weights, args.page_size, args.host_pages, folder, args.disk_gb, args.redis,
+            fresh=True,
+        )  # fmt: skip
+        with closing(served(options, args.ablation)) as servers:  # closed before its folder goes
+            for case, url in servers:
+                yield measure(case, ServerClient(url, api=args.api), prompts, args)
 
 
 @contextmanager
@@ -220,9 +278,14 @@ def _folder(given: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _or_unknown(number: int | None) -> str:
-    return "?" if number is None else str(number)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
+
+
+def _or_unknown(*numbers: int | None) -> str:
+    return " / ".join("?" if number is None else str(number) for number in numbers)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: folders and servers are given back
     sys.exit(main())

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
@@ -86,7 +86,9 @@ class SGLangRequest(Struct):
 
 
 class LocalServer:
-    """Serves ``engine`` on the loopback interface until `close`. ``port`` 0: a free one; ``apis``: which are spoken."""
+    """Serves ``engine`` on the loopback interface until `close`. ``port`` 0: a free one; ``apis``: which are spoken.
+
+    Raises ConfigError on a port that can't be had."""
 
     def __init__(
         self,
@@ -94,19 +96,23 @@ class LocalServer:
         *,
         port: int = 0,
         apis: Apis = ("openai", "sglang"),
-        info: Callable[[], dict[str, Any]] = dict,
+        info: Callable[[], dict[str, int]] = dict,
     ) -> None:
         class Handler(_Handler):
             pass
 
         Handler.engine, Handler.apis, Handler.info = engine, apis, staticmethod(info)
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-        self._http.daemon_threads = True
+        try:
+            self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"port: expected a free one of 0..65535, got {port}: {error}") from error
+        self._http.daemon_threads = False  # `close` waits for them: a model that computes outlives no interpreter
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="local-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
+        """Wait for requests that are under way."""
         self._http.shutdown()
         self._http.server_close()
         self._thread.join()
@@ -125,7 +131,9 @@ def serving(engine: Engine, **options: Any) -> Iterator[LocalServer]:
 class _Handler(BaseHTTPRequestHandler):
     engine: Engine
     apis: Apis
-    info: Callable[[], dict[str, Any]]
+    info: Callable[[], dict[str, int]]
+    timeout = 60.0  # seconds that whoever asks may let a request wait
+    _begun = False  # whether a stream has
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: whoever asks sees the answer."""
@@ -141,8 +149,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "no such path")
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._begun = False
         try:
+            self._post()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # whoever asked has gone
+
+    def _post(self) -> None:
+        try:
+            length = self.headers.get("Content-Length", "0")
+            if not length.isdecimal():
+                raise ConfigError(f"Content-Length: expected a number, got {length!r}")
+            body = self.rfile.read(int(length))
             if self.path == "/v1/completions" and "openai" in self.apis:
                 self._openai(msgspec.json.decode(body, type=OpenAIRequest))
             elif self.path == "/generate" and "sglang" in self.apis:
@@ -152,8 +170,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer({})
             else:
                 self._refuse(404, "no such path")
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # whoever asked has gone
         except (ConfigError, msgspec.DecodeError) as error:
             self._refuse(400, str(error))
         except KVTransferError as error:
@@ -248,7 +264,6 @@ class _Handler(BaseHTTPRequestHandler):
         digests: bool,
         told: Callable[[int], None] | None,
     ) -> Completion:
-        self._begun = False
         return self.engine.complete(prompt, limit, tops=tops, digests=digests, ignore_eos=ignore_eos, on_token=told)
 
     def _answer(self, content: Any) -> None:
@@ -270,6 +285,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _refuse(self, status: int, why: str) -> None:
+        """With a status of its own, or where a stream has begun as a piece of it, which is then the last."""
+        if self._begun:
+            self._event({"error": {"message": why, "code": status}})
+            return
         data = msgspec.json.encode({"error": {"message": why}})
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -322,14 +341,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = out.parse_args(argv)
     if "remote" in args.cache and args.redis is None:
         out.error("--cache host+disk+remote: expected --redis redis://host:port")
-    device = device_of(args.device)
-    options = LocalOptions(
-        device, args.model, args.random_weights, args.page_size, args.host_pages, args.disk, args.disk_gb, args.redis
-    )
     try:
-        for _, url in served(options, [args.cache], args.port):
-            print(f"serving at {url}; end with the end of input, or Ctrl-C", flush=True)
-            sys.stdin.read()
+        options = LocalOptions(
+            device_of(args.device), args.model, args.random_weights, args.page_size, args.host_pages, args.disk,
+            args.disk_gb, args.redis,
+        )  # fmt: skip
+        with closing(served(options, [args.cache], args.port)) as servers:
+            for _, url in servers:
+                print(f"serving at {url}; end with the end of input, or Ctrl-C", flush=True)
+                sys.stdin.read()
     except KVTransferError as error:
         print(error, file=sys.stderr)
         return 2

@@ -6,7 +6,8 @@
 Turn 1: the prefill instance computes the prompt, stores it, and gives the first token. The decode instance is told the
 prompt, loads it, and writes the answer, which it stores as well. Turn 2, the conversation so far and another question:
 prefill finds what decode has written. Both instances may have several ranks, and need not have as many.
-The tokens must be those of one process that computes everything itself. Exit status 1 if they are not.
+The tokens must be those of one process that computes everything itself, and what one has stored must have reached the
+other. Exit status 1 if not, 2 for bad input or an instance that fails.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
@@ -30,13 +33,16 @@ from typing import Any
 import torch
 from report import print_table
 from rich.console import Console
+from serving_local import LEFT_S
 
 from kvtransfer.demo_model import load_model, read_prompt
 from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
 from kvtransfer.kernels.errors import ConfigError, KVTransferError, ServerError
 
 QUESTIONS = ("\n\nWhat is the text about?\n", "\n\nAnd what else does it say?\n")
+WORKER = Path(__file__).with_name("pd_worker.py")
 START_S = 120.0
+STOP_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,14 @@ class Outcome:
 class Instance:
     """The ranks of one role. Requests go to all of them; their answers must be alike."""
 
-    def __init__(self, role: str, tp: int, settings: dict[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        role: str,
+        tp: int,
+        settings: dict[str, Any],
+        folder: Path,
+        worker: Path = WORKER,
+    ) -> None:
         self.name = f"{role} (tp {tp})"
         port = free_port()
         self._ranks: list[subprocess.Popen[str]] = []
@@ -74,7 +87,7 @@ class Instance:
                 if tp > 1:
                     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(tp)}
                     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-                command = [sys.executable, str(Path(__file__).with_name("pd_worker.py")), json.dumps(mine)]
+                command = [sys.executable, str(worker), json.dumps(mine)]
                 log = (folder / f"{role}-{rank}.log").open("w")
                 with log:
                     self._ranks.append(
@@ -95,10 +108,13 @@ class Instance:
 
     def ask(self, turn: int, ids: list[int], max_new_tokens: int) -> Step:
         """All ranks answer the same, or ServerError."""
-        for rank in self._ranks:
+        for number, rank in enumerate(self._ranks):
             assert rank.stdin is not None
-            rank.stdin.write(json.dumps({"ids": ids, "max_new_tokens": max_new_tokens}) + "\n")
-            rank.stdin.flush()
+            try:
+                rank.stdin.write(json.dumps({"ids": ids, "max_new_tokens": max_new_tokens}) + "\n")
+                rank.stdin.flush()
+            except OSError as error:
+                raise self._ended(number) from error
         answers = self._answers()
         first = answers[0]
         if any((a["tokens"], a["cached"]) != (first["tokens"], first["cached"]) for a in answers):
@@ -106,27 +122,43 @@ class Instance:
         return Step(turn, self.name, len(ids), first["cached"], first["seconds"], first["tokens"])
 
     def close(self) -> None:
-        """End the ranks: their input ends, then they do."""
+        """End the ranks: their input ends, then they do. Where one has died the others may wait for it: they are ended
+        at once, as are those that take longer than ``STOP_S``."""
+        until = time.monotonic() + (STOP_S if all(rank.poll() in (None, 0) for rank in self._ranks) else 0)
         for rank in self._ranks:
             if rank.stdin is not None:
-                rank.stdin.close()
+                with suppress(OSError):  # what was left to write has no reader any more
+                    rank.stdin.close()
         for rank in self._ranks:
             try:
-                rank.wait(30)
+                rank.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 rank.kill()
                 rank.wait()
+            if rank.stdout is not None:
+                rank.stdout.close()
 
     def _answers(self) -> list[Any]:
-        found = []
-        for rank, log in zip(self._ranks, self._logs, strict=True):
-            assert rank.stdout is not None
-            line = rank.stdout.readline()
-            if not line:
-                said = log.read_text(errors="replace")[-2000:]
-                raise ServerError(f"{self.name}: a rank ended with status {rank.wait()}:\n{said}")
-            found.append(json.loads(line))
-        return found
+        """A line of each rank, in whatever order they come: when one dies the others may never answer."""
+        lines: dict[int, str] = {}
+        while len(lines) < len(self._ranks):
+            silent = {rank.stdout: number for number, rank in enumerate(self._ranks) if rank.stdout is not None}
+            silent = {answers: number for answers, number in silent.items() if number not in lines}
+            for answers in select.select(list(silent), [], [])[0]:
+                line = answers.readline()
+                if not line:
+                    raise self._ended(silent[answers])
+                lines[silent[answers]] = line
+        return [json.loads(lines[number]) for number in range(len(self._ranks))]
+
+    def _ended(self, number: int) -> ServerError:
+        rank = self._ranks[number]
+        try:
+            status = str(rank.wait(STOP_S))
+        except subprocess.TimeoutExpired:
+            status = "unknown"
+        said = self._logs[number].read_text(errors="replace")[-2000:]
+        return ServerError(f"{self.name}: a rank ended with status {status}:\n{said}")
 
 
 def run(args: argparse.Namespace, console: Console) -> Outcome:
@@ -171,14 +203,28 @@ def run(args: argparse.Namespace, console: Console) -> Outcome:
         return Outcome(steps, equal, turn1_tokens)
 
 
-def show(outcome: Outcome) -> None:
-    """A table, and the verdict as the last line."""
+def missing(outcome: Outcome, page_size: int) -> list[str]:
+    """Steps that had to compute what another had stored: without the store tokens are equal too."""
+    found = []
+    for step in outcome.steps:
+        wanted = min(step.prompt_tokens // page_size * page_size, step.prompt_tokens - 1)
+        if step.instance.startswith("prefill"):  # the last token of the first turn was never computed
+            wanted = (outcome.turn1_tokens - 1) // page_size * page_size if step.turn > 1 else 0
+        if step.cached_tokens < wanted:
+            found.append(f"turn {step.turn}, {step.instance}: expected {wanted:,} cached, got {step.cached_tokens:,}")
+    return found
+
+
+def show(outcome: Outcome, missed: Sequence[str] = ()) -> None:
+    """A table, what did not come through the store, and the verdict as the last line."""
     rows = [
         [str(s.turn), s.instance, f"{s.prompt_tokens:,}", f"{s.cached_tokens:,}", f"{s.seconds:.2f}"]
         for s in outcome.steps
     ]
     print_table("prefill and decode", ["turn", "instance", "prompt tokens", "cached", "seconds"], rows, left=2)
     print(f"after turn 1 there were {outcome.turn1_tokens:,} tokens of prompt and answer")
+    for line in missed:
+        print(f"not shared: {line}")
     print(f"tokens equal: {'yes' if outcome.equal else 'no'}")
 
 
@@ -196,8 +242,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--page-size", type=int, default=16)
     out.add_argument("--host-pages", type=int, default=512)
     args = out.parse_args(argv)
-    if min(args.prefill_tp, args.decode_tp, args.prompt_tokens, args.max_new_tokens, args.page_size) < 1:
+    counts = (args.prefill_tp, args.decode_tp, args.prompt_tokens, args.max_new_tokens, args.page_size, args.host_pages)
+    if min(counts) < 1:
         out.error("expected numbers above 0")
+    if args.redis is not None and args.mooncake is not None:
+        out.error("--redis, --mooncake: expected one store, got both")
+    if args.model and args.random_weights:
+        out.error("--model, --random-weights: expected one of them, got both")
     if max(args.prefill_tp, args.decode_tp) > 1 and not (args.random_weights or args.model):
         out.error("--prefill-tp, --decode-tp: several ranks need --model FOLDER or --random-weights")
     return args
@@ -211,8 +262,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVTransferError as error:
         print(error, file=sys.stderr)
         return 2
-    show(outcome)
-    return 0 if outcome.equal else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    missed = missing(outcome, args.page_size)
+    show(outcome, missed)
+    return 0 if outcome.equal and not missed else 1
 
 
 def free_port() -> int:
@@ -225,7 +280,7 @@ def free_port() -> int:
 def _remote(args: argparse.Namespace, folder: Path, open_: ExitStack) -> dict[str, Any]:
     """Options of the shared tier."""
     if args.redis is not None:
-        return {"kind": "redis", "url": args.redis}
+        return {"kind": "redis", "url": args.redis, "ttl_s": LEFT_S}
     if args.mooncake is not None:
         return {"kind": "mooncake", "master": args.mooncake, "hostname": "127.0.0.1"}
     return {"kind": "redis", "url": open_.enter_context(_own_redis(folder))}
@@ -290,4 +345,5 @@ def _byte_tokenizer() -> Any:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: ranks and the store are ended
     sys.exit(main())

@@ -7,6 +7,7 @@ the same; a tensor-parallel one loads its part of the model by transformers' own
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -42,7 +43,8 @@ def load(settings: dict[str, Any]) -> Any:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    answers, sys.stdout = sys.stdout, sys.stderr  # libraries that print do not answer
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print, in C++ too, do not answer
     torch.set_num_threads(1)
     model = load(settings)
     with ExitStack() as open_:

@@ -58,10 +58,12 @@ def checked(out: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[a
     Mutates the process's environment: the driver's number of hardware queues, as docs/tuning.md asks of every process,
     unless it says one, or CUDA has read it already, or is not asked for."""
     args = out.parse_args(argv)
-    for name in ("json", "plot"):
-        file = getattr(args, name)
-        if file is not None and not file.absolute().parent.is_dir():
-            out.error(f"--{name} {file}: expected a file in a folder that exists")
+    written = [(name, file) for name in ("json", "csv", "plot") if (file := getattr(args, name, None)) is not None]
+    for name, file in written:
+        if (why := _unwritable(file)) is not None:
+            out.error(f"--{name} {file}: expected {why}")
+    if len({file.absolute() for _, file in written}) < len(written):
+        out.error(f"{', '.join(f'--{name}' for name, _ in written)}: expected files of their own, got one twice")
     if args.repeats is not None and args.repeats < 1:
         out.error(f"--repeats: expected at least 1, got {args.repeats}")
     if getattr(args, "gemm_blocks", 1) < 1 or not 0 < getattr(args, "gemm_seconds", 1.0) < float("inf"):
@@ -74,6 +76,17 @@ def checked(out: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[a
         return args, device_of(args.device)
     except (KVTransferError, ValueError, RuntimeError) as error:
         out.error(str(error))
+
+
+def _unwritable(file: Path) -> str | None:
+    """What was expected instead, None if it can be written: known before minutes of measuring."""
+    if not file.absolute().parent.is_dir():
+        return "a file in a folder that exists"
+    if file.exists() and not file.is_file() and not file.is_char_device() and not file.is_fifo():
+        return "a file, got a folder"
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        return "a file that may be written"
+    return None
 
 
 def gemm_for(args: argparse.Namespace, device: torch.device) -> Gemm | None:
@@ -154,7 +167,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
     for row in rows:
         table.add_row(*map(escape, row))
-    out_console().print(table)
+    console = out_console()
+    needed = console.measure(table, options=console.options.update_width(10_000)).maximum
+    if console.width < needed:  # lines that a narrow terminal breaks can be read, figures that are cut off can't
+        console = Console(highlight=False, width=needed)
+    console.print(table)
 
 
 def print_rows(title: str, rows: Sequence[Row], limit: LargeCopy, skipped: Sequence[tuple[str, str]] = ()) -> None:

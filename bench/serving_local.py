@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from kvtransfer.demo_model import LoadedModel, load_model
 from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
 from kvtransfer.integrations.prefix_cache import PrefixCache
 
+LEFT_S = 86_400.0
+"""Seconds after which a shared store forgets what a benchmark left there: nobody can find it again."""
 ABLATIONS = ("none", "host", "host+disk", "host+disk+remote")
 
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """``folder`` is the disk tier's; ``redis`` the remote tier's URL."""
+    """``folder`` is the disk tier's; ``redis`` the remote tier's URL. ``fresh``: what earlier runs left on the disk or
+    in a shared store is not ours, nor is what we leave anybody's."""
 
     device: torch.device
     model: str | None
@@ -32,10 +35,15 @@ class LocalOptions:
     folder: Path
     disk_gb: float
     redis: str | None
+    fresh: bool = False
 
 
-def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Iterator[tuple[str, str]]:
-    """(case, URL) of a server for each case, which serves until the next one is asked for. ``port`` 0: a free one."""
+def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Generator[tuple[str, str]]:
+    """(case, URL) of a server for each case, which serves until the next one is asked for, or this is closed.
+
+    ``port`` 0: a free one. Raises ConfigError on options that can't work for one of the cases before the first begins.
+    """
+    configs = {case: _config(case, options) for case in cases if case != "none"}
     loaded = load_model(options.model, options.random_weights, options.device, Console(stderr=True, highlight=False))
     for case in cases:
         if case == "none":
@@ -44,27 +52,28 @@ def served(options: LocalOptions, cases: Sequence[str], port: int = 0) -> Iterat
         pool_tokens = int(loaded.model.config.get_text_config(decoder=True).max_position_embeddings)
         prefixes = PrefixCache.create(
             loaded.model,
-            _config(case, options),
+            configs[case],
             page_size=options.page_size,
             pool_tokens=min(pool_tokens, 1 << 16),
-            model_name=f"bench-{secrets.token_hex(8)}",  # what earlier runs left in a shared store is not ours
+            model_name=f"bench-{secrets.token_hex(8)}" if options.fresh else None,
         )
         yield from _serve(case, loaded, prefixes, options, {"cache": prefixes}, port)
 
 
 def _serve(
     case: str, loaded: LoadedModel, prefixes: Any, options: LocalOptions, more: dict[str, PrefixCache], port: int
-) -> Iterator[tuple[str, str]]:
+) -> Generator[tuple[str, str]]:
     engine = LocalEngine(loaded.model, loaded.encode, loaded.decode, prefixes, page_size=options.page_size)
 
-    def info() -> dict[str, Any]:
+    def info() -> dict[str, int]:
         if not more:
             return {}
-        stats = more["cache"].stats()
+        stats, tiers = more["cache"].stats(), more["cache"].tiers.stats().directory.tiers
         return {
             "cached_tokens": stats.cached_tokens,
             "loaded_pages": stats.loaded_pages,
-            "stored_pages": more["cache"].tiers.stats().directory.tiers["host"].counters.get("written", 0),
+            "stored_pages": tiers["host"].counters.get("written", 0),
+            "failed_pages": sum(tier.counters.get("failed", 0) for tier in tiers.values()),
         }
 
     try:
@@ -79,5 +88,5 @@ def _config(case: str, options: LocalOptions) -> Config:
     if "disk" in case:
         tiers["disk"] = {"paths": [str(options.folder / case.replace("+", "-"))], "cache_gb": options.disk_gb}
     if "remote" in case:
-        tiers["remote"] = {"kind": "redis", "url": options.redis}
+        tiers["remote"] = {"kind": "redis", "url": options.redis, "ttl_s": LEFT_S if options.fresh else None}
     return load_config(arguments={"tiers": tiers, "prefetch": {"min_tokens": 0}}, environment={})

@@ -6,6 +6,7 @@ could not be converted; 2: bad input.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,7 +35,12 @@ app.add_typer(config_app, name="config")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point. An error of kvtransfer is one line on stderr; a bug keeps its traceback."""
+    """Entry point. An error of kvtransfer is one line on stderr; a bug keeps its traceback.
+
+    Mutates the standard output: what it can't encode is escaped (tokens are of all scripts), lest the rest never comes.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(args=None if args is None else list(args))
     except KVTransferError as error:

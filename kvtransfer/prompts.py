@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from importlib.resources import files
 from pathlib import Path
 
@@ -24,10 +25,6 @@ class NamedPrompt(Struct, frozen=True):
     prompt: Prompt
 
 
-class _Line(Struct):
-    prompt: Prompt
-
-
 class _Turn(Struct, rename={"speaker": "from"}):
     value: str
     speaker: str
@@ -35,6 +32,10 @@ class _Turn(Struct, rename={"speaker": "from"}):
 
 class _Conversation(Struct):
     conversations: list[_Turn] = field(default_factory=list)
+
+
+class _Line(_Conversation):
+    prompt: Prompt | None = None
 
 
 def shipped_prompts() -> list[NamedPrompt]:
@@ -52,13 +53,13 @@ def shipped_prompts() -> list[NamedPrompt]:
 def read_prompts(path: Path, most: int | None = None) -> list[NamedPrompt]:
     """Prompts of a file, at most ``most``.
 
-    JSONL: an object a line with ``prompt``, a text or token ids. JSON: ShareGPT's list of objects with
-    ``conversations``, turns with ``from`` and ``value``; what a person said becomes a prompt with all that was said
-    before it, so that the prompts of a conversation grow from one another. Raises ConfigError on anything else, or
-    where there is none.
+    JSONL: an object a line with ``prompt``, a text or token ids, or with ``conversations`` as ShareGPT has. JSON:
+    ShareGPT's list of objects with ``conversations``, turns with ``from`` and ``value``; what a person said becomes a
+    prompt with all that was said before it, so that the prompts of a conversation grow from one another. Where a
+    person said nothing there is no prompt. Raises ConfigError on anything else, or where there is none.
     """
     try:
-        data = path.read_bytes()
+        data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ConfigError(f"prompts {path}: expected a readable file: {error}") from error
     found = _share_gpt(path, data) if data.lstrip()[:1] == b"[" else _lines(path, data)
@@ -72,12 +73,16 @@ def _lines(path: Path, data: bytes) -> list[NamedPrompt]:
     found = []
     for number, line in enumerate(data.splitlines(), 1):
         if line.strip():
+            name = f"line {number}"
             try:
-                found.append(NamedPrompt(f"line {number}", msgspec.json.decode(line, type=_Line).prompt))
+                told = msgspec.json.decode(line, type=_Line)
+                if told.prompt is None and not told.conversations:
+                    raise msgspec.ValidationError("neither `prompt` nor `conversations` is there")
             except (msgspec.DecodeError, msgspec.ValidationError) as error:
                 raise ConfigError(
-                    f'prompts {path}, line {number}: expected {{"prompt": text or ids}}, got {line[:60]!r}: {error}'
+                    f'prompts {path}, {name}: expected {{"prompt": text or ids}}, got {line[:60]!r}: {error}'
                 ) from error
+            found += _turns(name, told) if told.prompt is None else [NamedPrompt(name, told.prompt)]
     return found
 
 
@@ -88,12 +93,14 @@ def _share_gpt(path: Path, data: bytes) -> list[NamedPrompt]:
         raise ConfigError(
             f"prompts {path}: expected JSON lines, or ShareGPT's list of conversations: {error}"
         ) from error
-    found = []
-    for number, conversation in enumerate(conversations, 1):
-        said = ""
-        for turn, told in enumerate(conversation.conversations, 1):
-            said += told.value
-            if told.speaker in _HUMAN:
-                found.append(NamedPrompt(f"conversation {number}, turn {turn}", said + "\n"))
-            said += "\n"
+    return [p for number, told in enumerate(conversations, 1) for p in _turns(f"conversation {number}", told)]
+
+
+def _turns(name: str, conversation: _Conversation) -> list[NamedPrompt]:
+    found, said = [], ""
+    for turn, told in enumerate(conversation.conversations, 1):
+        said += told.value
+        if told.speaker in _HUMAN and told.value.strip():
+            found.append(NamedPrompt(f"{name}, turn {turn}", said + "\n"))
+        said += "\n"
     return found

@@ -7,9 +7,10 @@ for it, and a line of a stream is handed over when it arrives, so that times are
 from __future__ import annotations
 
 import http.client
+import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -27,6 +28,7 @@ FLUSH_PATHS: dict[Api, tuple[str, ...]] = {
 _OWN_INFO = "/kvtransfer"  # answered by servers that can say digests
 _TooMuch = (400, 422)  # a server that refuses fields it does not know
 _T = TypeVar("_T")
+_A = TypeVar("_A", OpenAIAnswer, SGLangAnswer)
 
 
 class ServerClient:
@@ -51,19 +53,17 @@ class ServerClient:
         flush_path: str | None = None,
         api_key: str | None = None,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url: expected http://host:port, got {url!r}")
+        self._secure, self._host, self._port, path = _parts(url)
         self.url, self._timeout_s = url, timeout_s
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
-        self._base = parts.path.rstrip("/").removesuffix("/v1")
+        self._base = path.rstrip("/").removesuffix("/v1")
+        self._open_sockets: set[socket.socket] = set()
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
         self.api: Api = self._find_api() if api is None else api
-        self._flush_paths = FLUSH_PATHS[self.api] if flush_path is None else (flush_path,)
+        self._flush_paths = FLUSH_PATHS[self.api] if flush_path is None else ("/" + flush_path.lstrip("/"),)
         self.model = self._find_model() if model is None and self.api == "openai" else model
-        self.tells_digests = self._status("GET", _OWN_INFO) == 200
+        self.tells_digests = self._own_info() is not None
         self._plain = False  # fields of vLLM only are left out
 
     def complete(
@@ -112,15 +112,28 @@ class ServerClient:
             f"{', '.join(self._flush_paths)}; start vLLM with VLLM_SERVER_DEV_MODE=1, or give --flush-path"
         )
 
-    def info(self) -> dict[str, Any] | None:
+    def info(self) -> dict[str, int] | None:
         """What a server of ours says about itself and its cache; None from others."""
-        if not self.tells_digests:
-            return None
-        with self._open("GET", _OWN_INFO, None) as answer:
-            found: dict[str, Any] = self._decode(answer.read(), dict[str, Any], _OWN_INFO)
-        return found
+        return self._own_info() if self.tells_digests else None
+
+    def abort(self) -> None:
+        """Break off all requests that are under way: they raise ServerError. From any thread."""
+        for sock in list(self._open_sockets):
+            with suppress(OSError):  # it has just ended
+                sock.shutdown(socket.SHUT_RDWR)
 
     # --- inside
+
+    def _own_info(self) -> dict[str, int] | None:
+        """Counts; None where there are none, or where a page for people answers every path."""
+        try:
+            with self._open("GET", _OWN_INFO, None) as answer:
+                found: dict[str, int] = self._decode(answer.read(), dict[str, int], _OWN_INFO)
+        except ServerError as error:
+            if error.status is None:
+                raise
+            return None
+        return found
 
     def _find_api(self) -> Api:
         if self._status("GET", "/get_model_info") == 200 or self._status("GET", "/model_info") == 200:
@@ -136,9 +149,10 @@ class ServerClient:
             raise ServerError(f"{self.url}/v1/models: expected a model, got none; give --model", 200)
         return models[0].id
 
-    def _timed(self, path: str, body: dict[str, Any], kind: type[_T], stream: bool) -> Iterator[tuple[float, _T]]:
-        """(seconds since the request, answer) of each piece."""
-        started = time.perf_counter()
+    def _timed(self, path: str, body: dict[str, Any], kind: type[_A], stream: bool) -> Iterator[tuple[float, _A]]:
+        """(seconds since the request, answer) of each piece. ServerError on a stream that breaks off: most that die
+        look like one that ends, so an end has to be told, by a piece or by [DONE]."""
+        started, ended = time.perf_counter(), False
         with self._open("POST", path, body) as answer:
             if not stream:
                 yield time.perf_counter() - started, self._decode(answer.read(), kind, path)
@@ -149,7 +163,11 @@ class ServerClient:
                 if data == b"[DONE]":
                     return
                 if data and line.startswith(b"data:"):
-                    yield at, self._decode(data, kind, path)
+                    piece = self._decode(data, kind, path)
+                    ended = ended or piece.ended
+                    yield at, piece
+            if not ended:
+                raise ServerError(f"{self.url}{path}: expected a stream up to its end, but it broke off")
 
     def _status(self, method: str, path: str) -> int:
         try:
@@ -167,6 +185,13 @@ class ServerClient:
         connection = kind(self._host, self._port, timeout=self._timeout_s)
         try:
             data = None if body is None else msgspec.json.encode(body)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"prompt: expected text that UTF-8 can hold: {error}") from error
+        sock = None
+        try:
+            connection.connect()
+            sock = connection.sock
+            self._open_sockets.add(sock)
             connection.request(method, self._base + path, body=data, headers=self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
@@ -176,15 +201,30 @@ class ServerClient:
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.url}{path}: no answer ({type(error).__name__}: {error})") from error
         finally:
+            self._open_sockets.discard(sock)
             connection.close()
 
     def _decode(self, data: bytes, kind: type[_T], path: str) -> _T:
         try:
             return msgspec.json.decode(data, type=kind)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
             raise ServerError(
                 f"{self.url}{path}: expected {kind.__name__}, got {data[:200]!r}: {error}", 200
             ) from error
+
+
+def _parts(url: str) -> tuple[bool, str, int | None, str]:
+    """(whether it is https, host, port, path). Raises ConfigError on what http.client would trip over later."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
+        well = parts.scheme in ("http", "https") and host != "" and url.isascii() and url.isprintable()
+        if not well or " " in url:
+            raise ValueError("no such address")
+    except ValueError as error:
+        raise ConfigError(f"url: expected http://host:port, got {url!r}: {error}") from error
+    return parts.scheme == "https", host, port, parts.path
 
 
 def openai_request(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,6 +55,10 @@ class VerifyOptions:
             raise ConfigError(f"phase {self.phase}: expected --file, which phase baseline writes and phase test reads")
         if self.file is not None and not self.file.absolute().parent.is_dir():
             raise ConfigError(f"--file {self.file}: expected a file in a folder that exists")
+        if self.file is not None and self.phase != "test":  # written at the end: known before all is asked
+            where = self.file if self.file.exists() else self.file.absolute().parent
+            if self.file.is_dir() or not os.access(where, os.W_OK):
+                raise ConfigError(f"--file {self.file}: expected a file that may be written")
         if self.phase == "test" and self.prompts is not None:
             raise ConfigError("--prompts: expected phase baseline, whose file holds the prompts, got phase test")
         for name, value, least in (
@@ -64,7 +69,8 @@ class VerifyOptions:
         ):
             if value is not None and value < least:
                 raise ConfigError(f"{name}: expected at least {least}, got {value}")
-        numbers = (("--near-tie", self.near_tie), ("--settle-s", self.settle_s), ("--timeout-s", self.timeout_s))
-        for name, number in numbers:
+        for name, number in (("--near-tie", self.near_tie), ("--settle-s", self.settle_s)):
             if not 0 <= number < float("inf"):
                 raise ConfigError(f"{name}: expected 0 or more, got {number}")
+        if not 0 < self.timeout_s < float("inf"):
+            raise ConfigError(f"--timeout-s: expected a number above 0, got {self.timeout_s}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 from rich.console import Console
 
 from kvtransfer.completion import Completion, Prompt
+from kvtransfer.kernels.errors import ConfigError
 from kvtransfer.prompts import NamedPrompt, read_prompts, shipped_prompts
 from kvtransfer.server_client import ServerClient
 from kvtransfer.verify import Report, Target, record, replay
@@ -73,7 +75,10 @@ def _record(target: Target, prompts: list[NamedPrompt], options: VerifyOptions, 
 
 def _known(options: VerifyOptions) -> Baseline:
     assert options.file is not None  # checked
-    return read_baseline(options.file)
+    known = read_baseline(options.file)
+    if not known.entries or known.max_new_tokens < 1:
+        raise ConfigError(f"--file {options.file}: expected prompts and answers of at least one token, got none")
+    return msgspec.structs.replace(known, entries=known.entries[: options.most_prompts])
 
 
 def _replay(target: Target, baseline: Baseline, options: VerifyOptions, console: Console) -> Report:

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import csv
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import bench_serving
 import numpy as np
 import pytest
+import redis
+import report
+import torch
 from bench_serving import Row
 from local_server import serving
+from raw_server import Answer, plain, raw_server, stream
+from rich.console import Console
 from serving_load import Shot, drive, figures
+from serving_local import LEFT_S, LocalOptions, served
+from test_hostile_server import DONE, piece, usage
 from tier_servers import start_redis
 
 from kvtransfer.completion import Completion, Prompt
-from kvtransfer.kernels.errors import ConfigError
+from kvtransfer.kernels.errors import ConfigError, OwnershipError
 from kvtransfer.prompts import NamedPrompt
 from kvtransfer.server_client import ServerClient
 
@@ -53,11 +62,13 @@ class Clockwork:
         self.begun.append(time.perf_counter())
         self.running += 1
         self.most_running = max(self.most_running, self.running)
-        for number in range(max_new_tokens):
-            time.sleep(self.next_s if number else self.first_s)
-            assert on_token is not None
-            on_token(1)
-        self.running -= 1
+        try:
+            for number in range(max_new_tokens):
+                time.sleep(self.next_s if number else self.first_s)
+                assert on_token is not None
+                on_token(1)
+        finally:
+            self.running -= 1
         return Completion(["1"] * max_new_tokens, "x" * max_new_tokens, len(prompt), 3, max_new_tokens)
 
     def flush(self) -> None: ...
@@ -113,8 +124,15 @@ def test_figures() -> None:
     assert (found.requests, found.failed, found.requests_per_s, found.output_tokens_per_s) == (100, 0, 5.0, 20.0)
     assert (found.input_tokens, found.cached_tokens) == (1000, 5050)
     assert figures([*shots, Shot("x", 1, 1, 10, None, 4)], 1.0).cached_tokens is None
-    assert figures([], 1.0).ttft_p99_s == 0
+    assert figures([*shots, Shot("x", 1, 1, None, 1, 4)], 1.0).input_tokens is None
+    for count in (1, 2):
+        few = figures(shots[:count], 1.0)
+        for percent, value in ((50, few.ttft_p50_s), (90, few.ttft_p90_s), (99, few.ttft_p99_s)):
+            assert value == pytest.approx(0.01 + (count - 1) * 0.01 * percent / 100)
+    for none in (figures([], 1.0), figures([Shot("x", error="it broke")], 1.0)):
+        assert none.ttft_p99_s is None is none.e2e_p50_s and none.cached_tokens is None is none.input_tokens
     assert Row("x", found, counted_tokens=5050).wrong is None
+    assert Row("x", found, unfilled=1).wrong is not None and Row("x", found, failed_pages=1).wrong is not None
     assert Row("x", found, counted_tokens=5049).wrong == "x: answers tell 5050 cached tokens, the cache 5049"
 
 
@@ -142,6 +160,9 @@ def test_every_part_of_the_ablation(
         words += ["--ablation", "none", "host", "host+disk", "host+disk+remote"]
         words += ["--redis", f"redis://127.0.0.1:{port}", "--disk", str(tmp_path), "--disk-gb", "0.1"]
         assert run(*words, *prompts, "--host-pages", "20") == 0
+        store = redis.Redis(port=port)
+        left = [store.ttl(key) for key in store.scan_iter()]
+        assert left and all(0 < seconds <= LEFT_S for seconds in left), "nobody would ever remove them"
     finally:
         server.kill()
     rows: list[dict[str, Any]] = json.loads(files[0].read_text())["rows"]
@@ -168,21 +189,164 @@ def test_every_part_of_the_ablation(
 def test_against_a_url(prompts: tuple[str, str], clockwork: tuple[Clockwork, ServerClient], tmp_path: Path) -> None:
     _, client = clockwork
     file = tmp_path / "out.json"
-    assert run("--url", client.url, "--json", str(file), *prompts, "--qps", "50") == 0
+    words = ["--url", client.url, "--json", str(file), *prompts, "--qps", "50", "--max-new-tokens", "3"]
+    assert bench_serving.main(["--device", "cpu", "--settle-s", "0", *words]) == 0
     (row,) = json.loads(file.read_text())["rows"]
     assert row["figures"]["cached_tokens"] == 12 and row["cached_share"] == 12 / sum(map(len, TEXTS))
     assert row["loads"] is None and row["figures"]["ttft_p50_s"] >= 0.05
 
 
 def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Said before anything is measured: a run takes minutes."""
+    same = str(tmp_path / "same")
     for bad, said in (
         (["--concurrency", "0"], "above 0"),
-        (["--qps", "0"], "above 0"),
+        *((["--qps", qps], "above 0") for qps in ("0", "-1", "nan", "inf")),
+        *((["--most-prompts", most], "above 0") for most in ("0", "-1")),
+        (["--max-new-tokens", "0"], "above 0"),
+        (["--seed", "-1"], "0 or more"),
+        (["--settle-s", "nan"], "0 or more"),
         (["--ablation", "host+disk+remote"], "expected --redis"),
-        (["--csv", str(tmp_path / "no" / "x")], "folder that exists"),
+        (["--disk", str(tmp_path / "no")], "folder that exists"),
+        (["--url", "http://127.0.0.1:9"], "--random-weights"),
+        *(([f"--{name}", str(tmp_path / "no" / "x")], "folder that exists") for name in ("csv", "json", "plot")),
+        *(([f"--{name}", str(tmp_path)], "got a folder") for name in ("csv", "json", "plot")),
+        (["--csv", same, "--json", same], "one twice"),
     ):
         with pytest.raises(SystemExit) as end:
             run(*bad)
-        assert end.value.code == 2 and said in capsys.readouterr().err
+        assert end.value.code == 2 and said in capsys.readouterr().err, bad
     assert run("--prompts", str(tmp_path / "none")) == 2
-    assert run("--url", "http://127.0.0.1:9") == 2
+    assert run("--disk-gb", "-1", "--ablation", "none", "host+disk") == 2
+    assert "case" not in capsys.readouterr().out, "the first part was measured before the second was looked at"
+    assert bench_serving.main(["--url", "http://127.0.0.1:9"]) == 2
+
+
+TWO = {"max_new_tokens": 5, "concurrency": 2}
+COMPLETIONS = "POST /v1/completions"
+MODELS = plain('{"data": [{"id": "m"}]}')
+WELL = stream(piece("a"), piece("b", "stop"), usage(), DONE)
+
+
+def against(answers: dict[str, Answer], *words: str) -> int:
+    with raw_server({"/v1/models": MODELS, **answers}) as server:
+        return bench_serving.main(["--url", server.url, "--settle-s", "0", "--most-prompts", "2", *words])
+
+
+def test_a_server_that_cannot_be_emptied_is_told_before_it_is_filled(capsys: pytest.CaptureFixture[str]) -> None:
+    with raw_server({"/v1/models": MODELS, COMPLETIONS: WELL}) as server:
+        assert bench_serving.main(["--url", server.url]) == 2
+        assert COMPLETIONS not in server.asked
+    assert "--flush-path" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        stream(piece("a"), chunked=False),
+        stream('data: {"error": {"message": "it broke"}}\n\n', DONE),
+        plain("<html>slow down", "429 Too Many Requests"),
+        plain("<html>oops", "500 Oops"),
+    ],
+)
+def test_failed_requests_end_with_1_and_without_figures(
+    broken: Answer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / name for name in ("out.json", "out.csv", "out.png")]
+    words = ["--json", str(files[0]), "--csv", str(files[1]), "--plot", str(files[2])]
+    assert against({COMPLETIONS: broken, "/reset_prefix_cache": plain("{}")}, *words) == 1
+    said = capsys.readouterr()
+    assert "server: 2 requests failed" in said.err and "?" in said.out and "0.0" not in said.out.split("│")[4]
+    (row,) = json.loads(files[0].read_text(), parse_constant=pytest.fail)["rows"]
+    assert row["figures"]["failed"] == 2 and row["figures"]["ttft_avg_s"] is None and row["unfilled"] == 2
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_that_tells_no_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    answers: dict[str, Answer] = {COMPLETIONS: stream(piece("a"), piece("b", "stop"), DONE)}
+    assert against({**answers, "/reset_prefix_cache": plain("{}")}, "--json", str(file)) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["figures"]["input_tokens"] is None is row["cached_share"] and "? / ?" in capsys.readouterr().out
+
+
+def test_what_was_measured_is_kept_when_a_later_part_fails(
+    prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that is not there, an interrupt: the rows so far are shown and written, and folders are removed."""
+    real, file = bench_serving.measure, tmp_path / "out.csv"
+    for error, status in ((KeyboardInterrupt(), 130), (ConfigError("no store"), 2)):
+
+        def measure(case: str, *rest: Any, error: BaseException = error) -> Row:
+            if case == "host+disk":
+                raise error
+            return real(case, *rest)
+
+        monkeypatch.setattr(bench_serving, "measure", measure)
+        words = ["--ablation", "none", "host+disk", "--disk", str(tmp_path), "--csv", str(file), "--disk-gb", "0.1"]
+        assert run(*words, *prompts) == status
+        assert "none" in capsys.readouterr().out and len(file.read_text().splitlines()) == 2
+        assert list(tmp_path.glob("kvtransfer-bench-*")) == []
+
+
+def test_a_store_that_takes_nothing_is_told(prompts: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Else its row would pass for one of a cache with that store."""
+    assert run("--ablation", "host+disk+remote", "--redis", "redis://127.0.0.1:9", *prompts) == 1
+    assert "pages could not be written" in capsys.readouterr().err
+
+
+def test_a_server_that_closes_waits_for_what_it_computes() -> None:
+    """A thread that is still in the model when the interpreter ends takes the process down with it."""
+    engine = Clockwork()
+    engine.next_s = 0.1
+    with serving(engine) as server:
+        client = ServerClient(server.url)
+        sender = threading.Thread(target=drive, args=(client, [NamedPrompt("a", "abc")] * 2), kwargs=TWO)
+        sender.start()
+        while engine.running < 2:
+            time.sleep(0.01)
+        client.abort()
+    sender.join()
+    assert engine.running == 0
+
+
+def test_a_local_server_finds_its_disk_again(tmp_path: Path) -> None:
+    """Else each start would fill the folder once more, under a name that nobody can know."""
+    options = LocalOptions(torch.device("cpu"), None, True, 16, 64, tmp_path, 0.05, None)
+    cached = []
+    for _ in range(2):
+        with closing(served(options, ["host+disk"])) as servers:
+            for _, url in servers:
+                cached.append(ServerClient(url).complete(TEXTS[1], 2).cached_tokens)
+                with (
+                    pytest.raises(OwnershipError, match="no other process owns"),
+                    closing(served(options, ["host+disk"])) as others,
+                ):
+                    next(others)
+    assert cached == [0, len(TEXTS[1]) // 16 * 16] and len(list((tmp_path / "host-disk").iterdir())) == 1
+
+
+def test_a_narrow_terminal_loses_no_figures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "out_console", lambda: Console(width=40))
+    bench_serving.show("a title", [Row("host+disk+remote", figures([Shot("x", 1.2345, 2.3456, 10, 5, 4)], 2.0))])
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("host+disk+remote", "1234.5", "2345.6", "5 / 10", "50.0%", "stores"))
+
+
+def test_an_interrupt_breaks_off_what_is_under_way(clockwork: tuple[Clockwork, ServerClient]) -> None:
+    engine, client = clockwork
+    engine.first_s = 2.0
+
+    class Impatient(list[NamedPrompt]):
+        def __iter__(self) -> Iterator[NamedPrompt]:
+            yield from [NamedPrompt("a", "abc"), NamedPrompt("b", "abc")]
+            time.sleep(0.3)
+            raise KeyboardInterrupt
+
+    started = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        drive(client, Impatient([NamedPrompt("a", "abc")] * 3), max_new_tokens=50, concurrency=1)
+    assert time.perf_counter() - started < 1.5 and len(engine.begun) == 1

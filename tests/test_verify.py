@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 import torch
 from local_server import serving
+from raw_server import Answer, plain, raw_server
 
 from kvtransfer import cli
 from kvtransfer.completion import Completion, KVDigests, Prompt
@@ -289,6 +292,9 @@ def test_options_that_cannot_work(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("baseline", *url, "--file", "x", "--max-new-tokens", "0"), "--max-new-tokens"),
         (("baseline", *url, "--file", "x", "--flip-page", "0"), "--flip-page"),
         (("baseline", *url, "--file", "x", "--near-tie", "-1"), "--near-tie"),
+        (("baseline", *url, "--file", "x", "--timeout-s", "0"), "--timeout-s"),
+        (("baseline", *url, "--file", "x", "--settle-s", "nan"), "--settle-s"),
+        (("baseline", *url, "--file", str(tmp_path)), "may be written"),
     ):
         assert verify(*args) in (1, 2)
         assert said in capsys.readouterr().err, args
@@ -312,6 +318,60 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_baseline(file)
     with pytest.raises(ConfigError, match="could not be written"):
         write_baseline(Baseline("x", 3, []), tmp_path)
+
+
+def test_a_baseline_of_nothing_shows_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No prompts, no mismatches: that is no clean run."""
+    from kvtransfer.verify_file import Baseline, write_baseline
+
+    write_baseline(Baseline("x", 3, []), tmp_path / "b")
+    for where in (("--url", "http://127.0.0.1:9"), ("--random-weights",)):
+        assert verify("test", *where, "--file", str(tmp_path / "b")) == 2
+        said = capsys.readouterr()
+        assert "expected prompts" in said.err and "Total mismatches" not in said.out
+
+
+@pytest.mark.parametrize("body", ['{"choices": []}', "{}", '{"object": "error", "message": "x"}', "<html>"])
+def test_a_server_that_answers_nothing_is_no_clean_run(
+    body: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two answers of nothing are equal."""
+    answers: dict[str, Answer] = {"/v1/models": plain('{"data": [{"id": "m"}]}'), "/reset_prefix_cache": plain("{}")}
+    with raw_server({**answers, "/v1/completions": plain(body)}) as server:
+        assert verify("baseline", "--url", server.url, "--file", str(tmp_path / "b"), *QUICK) == 1
+    assert "expected" in capsys.readouterr().err and not (tmp_path / "b").exists()
+
+
+def test_fewer_prompts_of_a_file(
+    engine: LocalEngine, prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine.flush()
+    with serving(engine) as server:
+        where = ("--url", server.url, "--file", str(tmp_path / "b"), "--settle-s", "0")
+        assert verify("baseline", *where, *prompts, "--max-new-tokens", "2") == 0
+        assert verify("test", *where, "--most-prompts", "1") == 0
+    said = capsys.readouterr()
+    assert "line 1" in said.out and "line 2" not in said.out and said.out.rstrip().endswith("Total mismatches: 0")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_the_last_line_comes_whatever_the_terminal_can_show(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are of all scripts; a mismatch that can't be printed must not take the verdict with it."""
+    from kvtransfer.verify_file import Baseline, Entry, write_baseline
+
+    raw, expected = io.BytesIO(), Completion(["\u6f22"], "\u6f22")
+    write_baseline(Baseline("x", 3, [Entry("p", "hi", expected, expected)]), tmp_path / "b")
+    got = '{"choices": [{"text": "\U0001f600", "logprobs": {"tokens": ["\U0001f600"]}}]}'
+    answers: dict[str, Answer] = {"/v1/models": plain('{"data": [{"id": "m"}]}'), "/reset_prefix_cache": plain("{}")}
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding=encoding))
+    with raw_server({**answers, "/v1/completions": plain(got)}) as server:
+        words = ("--url", server.url, "--file", str(tmp_path / "b"), "--explain", "--settle-s", "0")
+        assert verify("test", *words) == 1
+    sys.stdout.flush()
+    out = raw.getvalue().decode(encoding)
+    assert out.rstrip().endswith("Total mismatches: 2") and ("\u6f22" in out) == (encoding == "utf-8")
 
 
 # --- prompts
@@ -340,6 +400,31 @@ def test_prompts_of_files(tmp_path: Path) -> None:
             read_prompts(file)
     with pytest.raises(ConfigError, match="readable file"):
         read_prompts(tmp_path / "none")
+
+
+def test_prompts_of_files_as_other_programs_write_them(tmp_path: Path) -> None:
+    """A byte-order mark, carriage returns, a conversation a line, roles and turns that say nothing."""
+    file = tmp_path / "p"
+    hi = b'{"conversations": [{"from": "human", "value": "hi"}]}'
+    for written, expected in (
+        (b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two"}', ["one", "two"]),
+        (b"\xef\xbb\xbf[" + hi + b"]", ["hi\n"]),
+        (hi + b"\n" + hi + b"\n", ["hi\n", "hi\n"]),
+        (b'{"prompt": "one"}\n{"prompt": "one"}\n', ["one", "one"]),
+        (b'{"prompt": ""}\n{"prompt": []}\n{"prompt": "\xc3\xa9"}', ["\xe9"]),
+    ):
+        file.write_bytes(written)
+        found = read_prompts(file)
+        assert [p.prompt for p in found] == expected and len({p.name for p in found}) == len(found)
+    turns = [
+        {"from": who, "value": text} for who, text in (("system", "be"), ("human", " "), ("user", "x"), ("?", "y"))
+    ]
+    file.write_text(json.dumps([{"conversations": turns}, {"conversations": []}, {"id": 3}]))
+    assert [p.prompt for p in read_prompts(file)] == ["be\n \nx\n"]
+    for bad in (b'{"prompt": "\xff"}', b'{"prompt": "\\ud83d"}', b"\xff\xfe{\x00", b'{"prompt": null}', b"[" * 100_000):
+        file.write_bytes(bad)
+        with pytest.raises(ConfigError, match="expected"):
+            read_prompts(file)
 
 
 # --- a local model

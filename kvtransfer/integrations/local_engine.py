@@ -119,7 +119,7 @@ class LocalEngine:
     ) -> Completion:
         """One answer. ``on_token`` is called with each token's id as soon as it is known, on the calling thread.
 
-        Raises ConfigError on a prompt without tokens, or one that the model can't hold.
+        Raises ConfigError on a prompt without tokens, with ids that the model has not, or one that it can't hold.
         """
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         longest = int(self.model.config.get_text_config(decoder=True).max_position_embeddings)
@@ -128,6 +128,9 @@ class LocalEngine:
                 f"prompt: expected at least 1 token, and {longest} with the new ones at most, "
                 f"got {len(ids)} and {max_new_tokens} new"
             )
+        known = int(self.model.get_input_embeddings().num_embeddings)
+        if not 0 <= min(ids) <= max(ids) < known:  # on a GPU such an id ends the process
+            raise ConfigError(f"prompt: expected token ids of 0..{known - 1}, got {min(ids)}..{max(ids)}")
         told: list[tuple[KVDigests | None, int]] = []
 
         def inspect(cache: Cache, cached: tuple[int, ...]) -> None:
