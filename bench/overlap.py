@@ -144,8 +144,7 @@ def rounds(
     repeats: int,
     longest_s: float,
 ) -> list[list[Round]]:
-    """Of each case, ``repeats`` rounds: large copy, forward alone, large copy, forward with its load. Fewer (but
-    `FEWEST`) where they would take longer than ``longest_s`` a case. Copies are left alone by the busy thread."""
+    """Of each case, ``repeats`` rounds. Fewer (but `FEWEST`) where they would take longer than ``longest_s`` a case."""
     for case in cases:  # compiles what is left to compile
         timed(forward, case, x)
     out: list[list[Round]] = [[] for _ in cases]
@@ -154,14 +153,28 @@ def rounds(
         if done >= FEWEST and time.perf_counter() - started > longest_s * len(cases) * done / (done + 1):
             break
         for case, into in zip(cases, out, strict=True):
-            copies_s = limit.seconds("load")
-            with busy_thread(busy):
-                alone_s = forward.seconds(lambda: forward(x))
-            copies_s += limit.seconds("load")
-            with busy_thread(busy):
-                total_s = timed(forward, case, x)
-            into.append(Round(2 * limit.nbytes / copies_s / 1e9, alone_s, total_s))
+            into.append(one_round(forward, x, case, limit, busy, flip=done % 2 == 1))
     return out
+
+
+def one_round(forward: Forward, x: torch.Tensor, case: Case, limit: LargeCopy, busy: bool, flip: bool) -> Round:
+    """Large copy, forward alone, large copy, forward with its load.
+
+    ``busy``: both copies, then both forwards beside one thread, the other way round with ``flip``. What a forward loses
+    to such a thread depends on how fast that wakes up; between one thread and the next it has changed a hundredfold.
+    """
+    copies_s = limit.seconds("load")
+    if not busy:
+        alone_s = forward.seconds(lambda: forward(x))
+        copies_s += limit.seconds("load")
+        total_s = timed(forward, case, x)
+    else:
+        copies_s += limit.seconds("load")
+        with busy_thread(True):
+            total_s = timed(forward, case, x) if flip else 0.0
+            alone_s = forward.seconds(lambda: forward(x))
+            total_s = total_s if flip else timed(forward, case, x)
+    return Round(2 * limit.nbytes / copies_s / 1e9, alone_s, total_s)
 
 
 def timed(forward: Forward, case: Case, x: torch.Tensor) -> float:
