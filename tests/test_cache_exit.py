@@ -110,8 +110,7 @@ def test_an_interpreter_ends_with_a_cache_in_use(end: str, code: int, tmp_path: 
         process.kill()
     assert process.returncode == code, said
     assert "terminate" not in said
-    # The cleaner has nothing of anybody's. An interrupt between a lock and its ``with`` block leaves it taken, and
-    # threads that wait for it there, in Python, for good.
+    # The cleaner has nothing of anybody's. An interrupt while a thread is being started leaves one that nobody knows.
     last = said.splitlines()[-1]
     assert last == "left: disk-cleaner" or (end == "interrupted" and "disk-io" not in last.split()), said
 
