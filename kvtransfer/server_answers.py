@@ -10,8 +10,8 @@ from msgspec import Struct, field
 from kvtransfer.completion import Completion, KVDigests
 from kvtransfer.kernels.errors import ServerError
 
-_FAILED = ("abort", "error")
-"""Ends of an answer that is none."""
+_FAILED = ("abort", "error", "cancelled", "timeout")
+"""Ends of an answer that is none; the last two are TensorRT-LLM's."""
 
 
 class _End(Struct):
@@ -31,8 +31,8 @@ class _Answer(Struct):
 
     @property
     def ended(self) -> bool:
-        """Whether this is the last piece of an answer."""
-        return self._end is not None
+        """Whether this is the last piece of an answer; some servers say "" in all that are not."""
+        return bool(self._end)
 
     @property
     def _end(self) -> _Ended:
@@ -80,6 +80,12 @@ class OpenAIAnswer(_Answer):
     @property
     def _end(self) -> _Ended:
         return next((choice.finish_reason for choice in self.choices), None)
+
+
+class Flushed(Struct):
+    """What vLLM answers to /reset_prefix_cache, with status 200 in any case."""
+
+    success: bool = True
 
 
 class _Model(Struct):
@@ -173,8 +179,7 @@ def join_sglang(pieces: Iterable[tuple[float, SGLangAnswer]]) -> Completion:
         if first_s is None and (piece.text or piece.output_ids or meta.completion_tokens):
             first_s = at
         last = at, piece
-        new = piece.text or ""
-        text = new if new.startswith(text) else text + new
+        text = _text(text, piece, len(ids))
         ids = _grown(ids, piece.output_ids or [], meta.completion_tokens)
         told = _grown(told, meta.output_token_logprobs or [], meta.completion_tokens)
         ranked = _grown(ranked, meta.output_top_logprobs or [], meta.completion_tokens)
@@ -192,6 +197,17 @@ def join_sglang(pieces: Iterable[tuple[float, SGLangAnswer]]) -> Completion:
         total_s=last[0],
         digests=digests,
     )
+
+
+def _text(so_far: str, piece: SGLangAnswer, tokens: int) -> str:
+    """The text so far with ``piece``, which holds everything so far or only what is new: the number of its ids says
+    which. ``tokens``: how many there were before. Text alone may lead astray: it repeats itself, and its end may be
+    taken back."""
+    new, count = piece.text or "", piece.meta_info.completion_tokens
+    more = None if piece.output_ids is None else len(piece.output_ids)
+    if more is not None and count is not None and count in (more, tokens + more):
+        return new if more == count else so_far + new
+    return new if new.startswith(so_far) else so_far + new
 
 
 def _grown(so_far: list[_T], piece: list[_T], count: int | None) -> list[_T]:

@@ -18,7 +18,7 @@ import msgspec
 
 from kvtransfer.completion import Completion, Prompt
 from kvtransfer.kernels.errors import ConfigError, ServerError
-from kvtransfer.server_answers import OpenAIAnswer, OpenAIModels, SGLangAnswer, join_openai, join_sglang
+from kvtransfer.server_answers import Flushed, OpenAIAnswer, OpenAIModels, SGLangAnswer, join_openai, join_sglang
 
 Api = Literal["openai", "sglang"]
 FLUSH_PATHS: dict[Api, tuple[str, ...]] = {
@@ -26,6 +26,8 @@ FLUSH_PATHS: dict[Api, tuple[str, ...]] = {
     "sglang": ("/flush_cache",),
 }
 _OWN_INFO = "/kvtransfer"  # answered by servers that can say digests
+_BUSY = (200, 400)  # of a flush that was not done: vLLM's and SGLang's
+_BUSY_S = 10.0  # for requests and stores to end that hold what is to be flushed
 _TooMuch = (400, 422)  # a server that refuses fields it does not know
 _T = TypeVar("_T")
 _A = TypeVar("_A", OpenAIAnswer, SGLangAnswer)
@@ -100,13 +102,19 @@ class ServerClient:
         return join_openai(self._timed("/v1/completions", body, OpenAIAnswer, stream))
 
     def flush(self) -> None:
-        """Empty the engine's own prefix cache. Raises ConfigError where the server has no such request."""
+        """Empty the engine's own prefix cache, once nothing holds it any more: a request that was answered, or its
+        stores, may do so for a while. Raises ConfigError where the server has no such request, ServerError where it
+        does not do it."""
         for path in self._flush_paths:
-            status = self._status("POST", path)
-            if 200 <= status < 300:
+            until = time.monotonic() + _BUSY_S
+            while (refused := self._refusal(path)) is not None:
+                if refused.status in (404, 405):
+                    break
+                if refused.status not in _BUSY or time.monotonic() > until:
+                    raise refused
+                time.sleep(0.1)
+            else:
                 return
-            if status not in (404, 405):
-                raise ServerError(f"{self.url}{path}: expected the cache to be flushed, got status {status}", status)
         raise ConfigError(
             f"{self.url}: expected a request that empties the prefix cache, got 404 for "
             f"{', '.join(self._flush_paths)}; start vLLM with VLLM_SERVER_DEV_MODE=1, or give --flush-path"
@@ -135,10 +143,24 @@ class ServerClient:
             return None
         return found
 
+    def _refusal(self, path: str) -> ServerError | None:
+        """Why the cache was not emptied; None if it was."""
+        try:
+            with self._open("POST", path, {}) as answer:
+                data = answer.read()
+        except ServerError as error:
+            return error
+        try:
+            if msgspec.json.decode(data, type=Flushed).success:
+                return None
+        except (msgspec.DecodeError, RecursionError):  # a text, or nothing: the status is the answer
+            return None
+        return ServerError(f"{self.url}{path}: expected the cache to be emptied, got {data[:200]!r}", 200)
+
     def _find_api(self) -> Api:
-        if self._status("GET", "/get_model_info") == 200 or self._status("GET", "/model_info") == 200:
+        if self._status("/get_model_info") == 200 or self._status("/model_info") == 200:
             return "sglang"
-        if self._status("GET", "/v1/models") == 200:
+        if self._status("/v1/models") == 200:
             return "openai"
         raise ServerError(f"{self.url}: expected an OpenAI-style or SGLang-style server, got neither; give --api", 404)
 
@@ -152,13 +174,16 @@ class ServerClient:
     def _timed(self, path: str, body: dict[str, Any], kind: type[_A], stream: bool) -> Iterator[tuple[float, _A]]:
         """(seconds since the request, answer) of each piece. ServerError on a stream that breaks off: most that die
         look like one that ends, so an end has to be told, by a piece or by [DONE]."""
-        started, ended = time.perf_counter(), False
+        started, ended, last = time.perf_counter(), False, b""
         with self._open("POST", path, body) as answer:
             if not stream:
                 yield time.perf_counter() - started, self._decode(answer.read(), kind, path)
                 return
             while line := answer.readline():
-                at = time.perf_counter() - started
+                at, last = time.perf_counter() - started, line.strip() or last
+                if line.startswith(b"error:"):  # llama.cpp's; a [DONE] follows
+                    said = line[:500].decode(errors="replace").strip()
+                    raise ServerError(f"{self.url}{path}: expected an answer, got {said}", 200)
                 data = line.strip().removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
@@ -167,11 +192,13 @@ class ServerClient:
                     ended = ended or piece.ended
                     yield at, piece
             if not ended:
-                raise ServerError(f"{self.url}{path}: expected a stream up to its end, but it broke off")
+                raise ServerError(
+                    f"{self.url}{path}: expected a stream up to its end, but it broke off after {last[:200]!r}"
+                )
 
-    def _status(self, method: str, path: str) -> int:
+    def _status(self, path: str) -> int:
         try:
-            with self._open(method, path, {} if method == "POST" else None) as answer:
+            with self._open("GET", path, None) as answer:
                 answer.read()
                 return answer.status
         except ServerError as error:
