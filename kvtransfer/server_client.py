@@ -59,6 +59,7 @@ class ServerClient:
         self.url, self._timeout_s = url, timeout_s
         self._base = path.rstrip("/").removesuffix("/v1")
         self._open_sockets: set[socket.socket] = set()
+        self._aborts = 0
         self._headers = {"Content-Type": "application/json"}
         if api_key is not None:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -126,6 +127,7 @@ class ServerClient:
 
     def abort(self) -> None:
         """Break off all requests that are under way: they raise ServerError. From any thread."""
+        self._aborts += 1  # first: a request that connects just now looks at it once its socket is listed
         for sock in list(self._open_sockets):
             with suppress(OSError):  # it has just ended
                 sock.shutdown(socket.SHUT_RDWR)
@@ -214,11 +216,13 @@ class ServerClient:
             data = None if body is None else msgspec.json.encode(body)
         except UnicodeEncodeError as error:
             raise ConfigError(f"prompt: expected text that UTF-8 can hold: {error}") from error
-        sock = None
+        sock, aborts = None, self._aborts
         try:
             connection.connect()
             sock = connection.sock
             self._open_sockets.add(sock)
+            if self._aborts != aborts:
+                raise ConnectionAbortedError("broken off")
             connection.request(method, self._base + path, body=data, headers=self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:

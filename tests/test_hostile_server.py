@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 from typing import Any
@@ -240,6 +241,24 @@ def test_a_server_that_answers_everything_is_not_taken_for_ours(own: str) -> Non
     with raw_server({"/v1/models": MODELS, "/kvtransfer": plain(own)}) as server:
         client = ServerClient(server.url, api="openai", model="m")
         assert not client.tells_digests and client.info() is None
+
+
+def test_a_request_that_connects_is_broken_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crowded server takes its time for that; whoever is interrupted would wait for the whole answer."""
+    real = http.client.HTTPConnection.connect
+    with raw_server({"/v1/completions": plain('{"choices": [{"text": "a"}]}')}) as server:
+        client = ServerClient(server.url, api="openai", model="m")
+
+        def connect(connection: http.client.HTTPConnection) -> None:
+            real(connection)
+            client.abort()
+
+        with monkeypatch.context() as patched:
+            patched.setattr(http.client.HTTPConnection, "connect", connect)
+            with pytest.raises(ServerError, match="broken off"):
+                client.complete("x", 1)
+        assert "POST /v1/completions" not in server.asked
+        assert client.complete("x", 1).text == "a", "an abort is of those that are under way"
 
 
 def test_a_text_that_is_no_text() -> None:
