@@ -24,6 +24,8 @@ class Condition(threading.Condition):
     def notify(self, n: int = 1) -> None:
         try:
             super().notify(n)
+        except RuntimeError:  # the lock is not the caller's: nobody was told
+            raise
         except BaseException:  # one who was told is listed still, and would be told again in another's place
             self.notify_all()
             raise

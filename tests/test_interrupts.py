@@ -212,6 +212,14 @@ def test_what_is_interrupted_gives_its_locks_back(case: str) -> None:
     assert interrupted_everywhere(CASES[case]) > 5
 
 
+def test_who_has_not_the_lock_is_told_so() -> None:
+    """As Python's own says it, not by an endless recursion."""
+    calls: list[Callable[[], object]] = [Condition().notify, Condition().notify_all, Condition().wait]
+    for refused in calls:
+        with pytest.raises(RuntimeError, match="un-acquired lock"):
+            refused()
+
+
 def test_the_means_of_these_tests_find_what_they_are_for() -> None:
     """Python's own Condition is what they are about, and a bare lock is safe."""
 
