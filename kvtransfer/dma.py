@@ -89,6 +89,8 @@ _ENTRY_POINTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuStreamWaitValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
     "cuStreamWriteValue32": (11070, (c_void_p, c_uint64, c_uint32, c_uint)),
     "cuStreamWaitEvent": (3020, (c_void_p, c_void_p, c_uint)),
+    "cuEventCreate": (2000, (c_void_p, c_uint)),
+    "cuEventDestroy": (4000, (c_void_p,)),
     "cuEventRecord": (2000, (c_void_p, c_void_p)),
     "cuEventQuery": (2000, (c_void_p,)),
     "cuMemcpyAsync": (4000, (c_uint64, c_uint64, c_size_t, c_void_p)),
@@ -343,7 +345,13 @@ class CopyEngine(Copier):
     def current_context(self) -> int:
         """The calling thread's CUDA context (raw handle), 0 where it has none."""
         context = c_void_p()
-        self._must("cuCtxGetCurrent", byref(context))
+        self.must("cuCtxGetCurrent", byref(context))
+        return context.value or 0
+
+    def context_of(self, stream: int) -> int:
+        """The CUDA context (raw handle) of a stream that is no default one."""
+        context = c_void_p()
+        self.must("cuStreamGetCtx", stream, byref(context))
         return context.value or 0
 
     def batch(self, dst: U64, src: U64, sizes: U64, stream: int, *, any_order: bool = False) -> None:
@@ -362,7 +370,7 @@ class CopyEngine(Copier):
             if failed.value < n:
                 i = failed.value
                 detail += f", failed at piece {i}: dst {int(dst[i]):#x}, src {int(src[i]):#x}, {int(sizes[i])} bytes"
-            raise self._error(_BATCH, code, detail)
+            raise self.error(_BATCH, code, detail)
 
     def copy_2d(self, dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, height: int, stream: int) -> None:
         _check_2d(dst_pitch, src_pitch, width, height)
@@ -372,7 +380,7 @@ class CopyEngine(Copier):
         copy.dst_type, copy.dst_device, copy.dst_pitch, copy.height = _MEMORYTYPE_UNIFIED, dst, dst_pitch, height
         if code := self._enqueue(stream, self._call["cuMemcpy2DAsync"], byref(copy), stream):
             detail = f"{height} rows of {width} bytes, dst {dst:#x} pitch {dst_pitch}, src {src:#x} pitch {src_pitch}"
-            raise self._error("cuMemcpy2DAsync", code, detail)
+            raise self.error("cuMemcpy2DAsync", code, detail)
 
     def wait_value(self, stream: int, address: int, value: int) -> None:
         self._flag("cuStreamWaitValue32", stream, address, value, _WAIT_VALUE_GEQ)
@@ -382,16 +390,16 @@ class CopyEngine(Copier):
 
     def stream_is_capturing(self, stream: int) -> bool:
         status = c_int()
-        self._must("cuStreamIsCapturing", stream, byref(status))
+        self.must("cuStreamIsCapturing", stream, byref(status))
         return status.value != 0
 
     def leave_captures_alone(self) -> None:
         mode = c_int(_CAPTURE_MODE_RELAXED)
-        self._must("cuThreadExchangeStreamCaptureMode", byref(mode))
+        self.must("cuThreadExchangeStreamCaptureMode", byref(mode))
 
     def host_device_pointer(self, address: int) -> int:
         alias = c_uint64()
-        self._must("cuMemHostGetDevicePointer", byref(alias), address, 0)
+        self.must("cuMemHostGetDevicePointer", byref(alias), address, 0)
         return alias.value
 
     def _flag(self, symbol: str, stream: int, address: int, value: int, flags: int) -> None:
@@ -400,30 +408,40 @@ class CopyEngine(Copier):
                 f"expected a 4-byte aligned address and a 32-bit value >= 0, got {address:#x} and {value}"
             )
         if code := self._enqueue(stream, self._call[symbol], stream, address, value, flags):
-            raise self._error(symbol, code, f"stream {stream:#x}, address {address:#x}, value {value}")
+            raise self.error(symbol, code, f"stream {stream:#x}, address {address:#x}, value {value}")
 
     def _enqueue(self, stream: int, call: Callable[..., int], *arguments: Any) -> int:
         """`call` with the stream's own context current (this thread's may be of another GPU, or none); no capture."""
         wanted, current = c_void_p(), c_void_p()
         if stream not in _SPECIAL_STREAMS:
-            self._must("cuStreamGetCtx", stream, byref(wanted))
-            self._must("cuCtxGetCurrent", byref(current))
+            self.must("cuStreamGetCtx", stream, byref(wanted))
+            self.must("cuCtxGetCurrent", byref(current))
         pushed = wanted.value != current.value
         if pushed:
-            self._must("cuCtxPushCurrent", wanted)
+            self.must("cuCtxPushCurrent", wanted)
         try:
             if self.stream_is_capturing(stream):
                 _refuse_capture(stream)
             return call(*arguments)
         finally:
             if pushed:
-                self._must("cuCtxPopCurrent", byref(current))
+                self.must("cuCtxPopCurrent", byref(current))
 
-    def _must(self, symbol: str, *arguments: Any) -> None:
+    def address(self, symbol: str) -> int:
+        """Of an entry point of the driver, for C of ours."""
+        return self._addresses[symbol]
+
+    def function(self, symbol: str) -> Callable[..., int]:
+        """An entry point of the driver by its name, which keeps the GIL and returns the driver's code."""
+        return self._call[symbol]
+
+    def must(self, symbol: str, *arguments: Any) -> None:
+        """`function`, called. Raises CudaError where it fails."""
         if code := self._call[symbol](*arguments):
-            raise self._error(symbol, code, "")
+            raise self.error(symbol, code)
 
-    def _error(self, symbol: str, code: int, detail: str) -> CudaError:
+    def error(self, symbol: str, code: int, detail: str = "") -> CudaError:
+        """What a driver call that returned ``code`` raises."""
         texts = []
         for getter in ("cuGetErrorName", "cuGetErrorString"):
             text = ctypes.c_char_p()

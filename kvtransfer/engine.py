@@ -468,7 +468,7 @@ class TransferEngine:
                 copied = gpu_ids.to(torch.int64, copy=True)  # one width: one set of kernels
                 if not pool.declares(current):
                     streams.append(current)
-            return [_event(s) for s in streams], copied
+            return [self._shop.lanes.mark(s) for s in streams], copied
 
     def _submit_here(self, transfer: Transfer) -> None:
         """Submit a layer-wise load on the caller's thread: one job, one launch, or a few closures on the CPU."""
@@ -501,7 +501,7 @@ class _LayerStore:
     def __call__(self, layer: int, stream: Stream | None) -> None:
         transfer, shop = self._transfer, self._shop
         handle = transfer.handle
-        event = None if stream is None else _event(stream)
+        event = None if stream is None else shop.lanes.mark(stream)
         submitted_before = self._follows_all()
         with shop.lock:
             if layer in self._written:
@@ -554,11 +554,3 @@ def _require_compute(compute_s: float | None) -> float | None:
     if compute_s is not None and not 0 < compute_s < float("inf"):
         raise ConfigError(f"compute_s_per_layer: expected seconds above 0, got {compute_s}")
     return compute_s
-
-
-def _event(stream: Stream) -> Event:
-    if isinstance(stream, FifoStream):
-        return stream.record()
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event

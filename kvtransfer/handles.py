@@ -23,7 +23,14 @@ from numpy.typing import NDArray
 from kvtransfer.fifo import FifoEvent, FifoStream
 from kvtransfer.kernels.callbacks import call_subscriber, future_and_waker
 from kvtransfer.kernels.condition import Condition
-from kvtransfer.kernels.errors import DeadlineExceeded, KVTransferError, LayoutError, TransferCancelled, TransferError
+from kvtransfer.kernels.errors import (
+    CudaError,
+    DeadlineExceeded,
+    KVTransferError,
+    LayoutError,
+    TransferCancelled,
+    TransferError,
+)
 from kvtransfer.kernels.events import Observer, Span
 from kvtransfer.lanes import Event
 from kvtransfer.plan import Chunk, Plan
@@ -326,13 +333,25 @@ class TransferHandle:
     def final_event(self) -> Event | None:
         return self._final
 
+    @property
+    def deadline(self) -> float:
+        """On the clock of `time.monotonic`."""
+        return self._deadline
+
     def expired(self) -> bool:
         return time.monotonic() > self._deadline
 
     def await_submitted(self, timeout_s: float) -> bool:
         """Hold the caller until the transfer records no more events; False when the time is up."""
-        with self._changed:
-            return self._changed.wait_for(lambda: self.fully_submitted, timeout_s)
+        until = time.monotonic() + timeout_s
+        while not self.fully_submitted and (left := until - time.monotonic()) > 0:
+            script = self._script
+            if script is None:
+                with self._changed:
+                    self._changed.wait_for(lambda: self.fully_submitted or self._script is not None, left)
+            else:
+                self._await_script(script, len(script.chunks) + 1, left)
+        return self.fully_submitted
 
     def chunk_begun(self, chunk: Chunk) -> None:
         """Before its first copy is enqueued: its pages are not untouched any more."""
@@ -354,7 +373,7 @@ class TransferHandle:
                 return
             self._begun = [chunk for chunk, _ in chunks]
             if self.plan.layerwise and self._pool.device.type == "cuda":
-                events = [event for _, event in chunks if isinstance(event, torch.cuda.Event)]
+                events = [event for _, event in chunks if not isinstance(event, FifoEvent)]
                 self._short = ScriptWaits(job, events, self.plan.chunks_until, self._pool.device)
             if self._cancelled:
                 job.stop()
@@ -415,6 +434,7 @@ class TransferHandle:
             if self._waits_no_more:
                 wakers, self._wakers = self._wakers, []
             self._changed.notify_all()
+        self._wake_engine()  # to let nothing more be submitted
         for wake in wakers:
             call_subscriber(wake)
 
@@ -500,15 +520,20 @@ class TransferHandle:
                 if script is None:
                     self._changed.wait(left)
                     continue
-            if script.job.ended:  # the engine's thread is to say what became of it
-                self._wake_engine()
-                with self._changed:
-                    if look() is None and self._error is None:
-                        self._changed.wait(min(left, 0.01))
-                continue
-            # A job tells nobody how far it is. Its own wait gives up the GIL once, and takes it back once.
             # Behind the last chunk it counts one more for its last event (`Bound.job`): what `wait_all` waits for.
-            script.await_chunks(script.job, len(script.chunks) + 1 if layer is None else self.plan.chunks_until[layer])
+            chunks = len(script.chunks) + 1 if layer is None else self.plan.chunks_until[layer]
+            self._await_script(script, chunks, left)
+
+    def _await_script(self, script: _Running, chunks: int, left_s: float) -> None:
+        """Hold the caller for a while, until that job has submitted so many chunks or it was said what became of it."""
+        if not script.job.ended:
+            # A job tells nobody how far it is. Its own wait gives up the GIL once, and takes it back once.
+            script.await_chunks(script.job, chunks)
+            return
+        self._wake_engine()
+        with self._changed:
+            if self._script is script and self._error is None:
+                self._changed.wait(min(left_s, 0.01))
 
     def _hold(self, consumer: Stream | None, event: Event, layer: int | None) -> None:
         if isinstance(event, FifoEvent):
@@ -528,7 +553,7 @@ class TransferHandle:
                 flags.copier.wait_value(consumer.cuda_stream, flags.address + 4 * layer, flags.target)
             flags.memory.record_stream(consumer)  # the flags outlive the wait, whoever lets go of them
         else:
-            consumer.wait_event(event)
+            event.wait(consumer)
 
     @property
     def _waits_no_more(self) -> bool:
@@ -565,5 +590,5 @@ def _landed(event: Event) -> bool:
     """Whether the work before ``event`` is through, and well. False where CUDA is lost: then nobody knows."""
     try:
         return event.query() and getattr(event, "error", None) is None
-    except RuntimeError:
+    except (RuntimeError, CudaError):
         return False

@@ -15,9 +15,10 @@ from kvtransfer.kernels import check, mapped
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.errors import LayoutError
 from kvtransfer.kernels.table import CopyTable
-from kvtransfer.lanes import U64, CpuLanes, CudaLanes, Event, RelayoutTask, lanes_of
+from kvtransfer.lanes import U64, CpuLanes, CudaEvent, CudaLanes, Event, RelayoutTask, lanes_of
 from kvtransfer.plan import Chunk, runs_of
 from kvtransfer.predict import STRIDED_RUN_PAGES
+from kvtransfer.rest import Rest, Watch
 from kvtransfer.scripted import Handed, give_desk, hand_over, take_back, template_of
 from kvtransfer.templates import Desk
 from kvtransfer.tiers.record import NOTHING_STORED
@@ -73,9 +74,15 @@ class HostTransfer(Transfer):
     def take_back(self) -> bool:
         return take_back(self)
 
+    def watched(self, rest: Rest) -> Watch | None:
+        handed = self.handed
+        if handed is None:
+            return None
+        return rest.watch(handed.job, int(handed.final.cuda_event), self.handle.deadline, handed)
+
     def finish_with(
         self,
-        final: torch.cuda.Event,
+        final: CudaEvent,
         times: tuple[torch.cuda.Event, torch.cuda.Event],
         digests_back: torch.Tensor | None,
     ) -> None:

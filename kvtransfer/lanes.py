@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from kvtransfer.dma import Copier, CopyEngine
 from kvtransfer.fifo import Delays, FifoEvent, FifoStream
+from kvtransfer.gpu_events import GpuEvent, GpuEvents
 from kvtransfer.kernels import relayout as relayout_kernels
 from kvtransfer.kernels.coalesce import Geometry
 from kvtransfer.kernels.digest import box_digests
@@ -25,6 +26,7 @@ from kvtransfer.kernels.errors import CudaError, KVTransferError, TransferError
 from kvtransfer.kernels.events import Observer
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.kernels.table import CopyTable
+from kvtransfer.pool import Stream
 
 LANES = ("copy_in", "copy_out", "scatter", "gather")
 
@@ -35,7 +37,8 @@ def lanes_of(load: bool) -> tuple[str, str]:
 
 
 U64 = NDArray[np.uint64]
-Event = torch.cuda.Event | FifoEvent
+CudaEvent = torch.cuda.Event | GpuEvent
+Event = CudaEvent | FifoEvent
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Lanes(Protocol):
     copier: Copier
     owner: Owner | None
 
+    def mark(self, stream: Stream) -> Event: ...
     def record(self, lane: str) -> Event: ...
     def wait(self, lane: str, event: Event) -> None: ...
     def let_others_in(self, lane: str) -> None: ...
@@ -124,7 +128,9 @@ class CudaLanes:
         with torch.cuda.device(device):
             self.streams = {lane: torch.cuda.Stream(device=device) for lane in LANES}
             self._aside = torch.cuda.Stream(device=device)
-        self.copier = copier if copier is not None else CopyEngine.create(device, observer=observer)
+            self.copier = copier if copier is not None else CopyEngine.create(device, observer=observer)
+            raw = self._aside.cuda_stream
+            self._events = GpuEvents(self.copier, raw) if isinstance(self.copier, CopyEngine) else None
         with self.aside():
             self.word = word_to_pass(device, self.copier, self._aside.cuda_stream, observer)
         self._aside.synchronize()  # its 0 is there before a lane looks
@@ -138,16 +144,23 @@ class CudaLanes:
         """A stream that is no lane as the current one: for uploads that hold the calling thread until it is through."""
         return torch.cuda.stream(self._aside)
 
-    def record(self, lane: str) -> torch.cuda.Event:
-        """A new event after everything enqueued on the lane so far."""
+    def mark(self, stream: Stream) -> CudaEvent:
+        """A new event after everything that ``stream``, of this device, has been given so far."""
+        assert not isinstance(stream, FifoStream)
+        if self._events is not None:
+            return self._events.mark(stream)
         event = torch.cuda.Event()
-        event.record(self.streams[lane])
+        event.record(stream)
         return event
+
+    def record(self, lane: str) -> CudaEvent:
+        """`mark` of a lane."""
+        return self.mark(self.streams[lane])
 
     def wait(self, lane: str, event: Event) -> None:
         """Later work of the lane starts after ``event``; the caller is not held."""
-        assert isinstance(event, torch.cuda.Event)
-        self.streams[lane].wait_event(event)
+        assert not isinstance(event, FifoEvent)
+        event.wait(self.streams[lane])
 
     def let_others_in(self, lane: str) -> None:
         """Before a chunk's copies: small ones of others, that have to wait for a kernel of theirs, come in between.
@@ -197,6 +210,10 @@ class CpuLanes:
         self.streams = {lane: FifoStream(lane, delays) for lane in LANES}
         self.copier = CopyEngine.create(self.device)
         self.owner: Owner | None = None
+
+    def mark(self, stream: Stream) -> FifoEvent:
+        assert isinstance(stream, FifoStream)
+        return stream.record()
 
     def record(self, lane: str) -> FifoEvent:
         return self.streams[lane].record()

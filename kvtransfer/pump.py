@@ -3,7 +3,7 @@
 It never lets more of a transfer into the GPU's queues than the ring has slots, so a transfer can be cancelled
 half-way and other people's small copies do not wait behind a burst. Completions are handled here alone,
 whether or not anybody calls in. Python in a second thread costs a forward that is being launched, so the
-thread sleeps most of the time and each wake-up is short.
+thread rests most of the time (`kvtransfer.rest`) and each wake-up is short.
 
 At the end of the interpreter the thread is ended first (`kvtransfer.kernels.ending`).
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
@@ -22,6 +21,7 @@ from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.lanes import as_transfer_error
+from kvtransfer.rest import make_rest
 from kvtransfer.transfer import Transfer
 from kvtransfer.workshop import Workshop
 
@@ -44,22 +44,20 @@ class Pump:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._leaving = False
-        self._woken = False
+        self._rest = make_rest(shop.lanes.copier)
         _ending.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:
         """Submit ``transfer`` after those enqueued before it."""
-        self._add(self._queue.append, transfer)
+        self._add(self._queue, transfer)
 
     def watch(self, transfer: Transfer) -> None:
         """``transfer`` is being submitted by its caller; acknowledge it when it is through, or at its deadline."""
-        self._add(self._flight.append, transfer)
+        self._add(self._flight, transfer)
 
     def wake(self) -> None:
         """Look at once: somebody waits for what the thread is to find out."""
-        with self._changed:
-            self._woken = True
-            self._changed.notify_all()
+        self._rest.wake()
 
     def is_this_thread(self) -> bool:
         """Whether the caller is the engine's thread, in a callback or an observer."""
@@ -87,17 +85,18 @@ class Pump:
     def close(self, wait: bool = True) -> None:
         """End the thread once what is queued and in flight is through; ``wait`` for that."""
         with self._changed:
-            self._closing = self._woken = True
-            self._changed.notify_all()
+            self._closing = True
             thread = self._thread
+        self._rest.wake()
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def leave(self) -> None:
         """The interpreter ends: let the thread end, whatever is on its way."""
         with self._changed:
-            self._leaving = self._closing = self._woken = True
+            self._leaving = self._closing = True
             self._changed.notify_all()
+        self._rest.wake()
 
     def left(self, timeout_s: float) -> None:
         """After `leave`: hold the caller until the thread has ended, or so long. Who waits for a transfer is told."""
@@ -107,16 +106,25 @@ class Pump:
         for handle in self.pending():
             handle.abandon(DeadlineExceeded("the interpreter ended before the transfer did"))
 
-    def _add(self, append: Callable[[Transfer], None], transfer: Transfer) -> None:
+    def _add(self, to: deque[Transfer] | list[Transfer], transfer: Transfer) -> None:
         with self._changed:
             if self._closing:
                 raise TransferError("the engine is closed")
-            append(transfer)
-            self._woken = True
+            to.append(transfer)
+            try:
+                if to is not self._flight or not self._watch(transfer):
+                    self._rest.wake()
+            except BaseException:  # a KeyboardInterrupt: nobody else would tell the thread
+                self._rest.wake()
+                raise
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+
+    def _watch(self, transfer: Transfer) -> bool:
+        """Let the thread rest until there is something to do about a transfer in flight; False where it has to look."""
+        transfer.watch = transfer.watched(self._rest) if transfer.handed_over else None
+        return transfer.watch is not None
 
     def _run(self) -> None:
         if self._shop.on_gpu:
@@ -125,26 +133,34 @@ class Pump:
         nap = SHORTEST_NAP_S
         while not self._leaving:
             with self._changed:
-                while self.idle() and not self._closing:
-                    self._changed.wait()
-                if self.idle():
+                idle = self.idle()
+                if idle and self._closing:
                     break
+            if idle:
+                self._rest.rest(None)
+                nap = SHORTEST_NAP_S
+                continue
             moved = self._submit() | self._acknowledge()
             nap = SHORTEST_NAP_S if moved else min(2 * nap, LONGEST_NAP_S)
             if not moved:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._woken, self._sleep_s(nap))
-                    self._woken = False
+                self._rest.rest(self._sleep_s(nap))
         for handle in self.pending():  # the interpreter ends
             handle.stop_script()
         for submitter in self._shop.submitters.values():
             submitter.close()
 
-    def _sleep_s(self, nap: float) -> float:
-        """How long to look away. Where only ends are due: half of the time until the first one should come."""
-        if self._queue or any(t.by_caller for t in self._flight):
+    def _sleep_s(self, nap: float) -> float | None:
+        """How long to look away: until somebody says something (None) where all that is in flight is watched, and where
+        only ends are due half of the time until the first one should come."""
+        with self._changed:
+            if self._queue:
+                return nap
+            left = [t for t in self._flight if t.watch is None or t.watch.over]
+        if not left:
+            return None
+        if any(t.by_caller for t in left):
             return nap
-        due = min((t.expected_end for t in self._flight), default=0.0) - time.monotonic()
+        due = min(t.expected_end for t in left) - time.monotonic()
         return min(max(nap, due / 2), LONGEST_SLEEP_S)
 
     def _submit(self) -> bool:
@@ -206,6 +222,7 @@ class Pump:
             if transfer.started and not transfer.handed_over:
                 transfer.finish()
         with self._changed:
+            self._watch(transfer)
             self._queue.remove(transfer)
             self._flight.append(transfer)
 
@@ -221,6 +238,8 @@ class Pump:
             if through:
                 ended.append(transfer)
         for transfer in ended:
+            if transfer.watch is not None:
+                self._rest.forget(transfer.watch)
             with self._changed:
                 self._flight.remove(transfer)
             self._end(transfer)

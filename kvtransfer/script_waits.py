@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvtransfer.lanes import CudaEvent
 from kvtransfer.submitter import Job
 
 
@@ -30,9 +31,7 @@ class ScriptWaits:
     until   of each layer: how many chunks must be submitted before all of it is
     """
 
-    def __init__(
-        self, job: Job, events: Sequence[torch.cuda.Event], until: Sequence[int], device: torch.device
-    ) -> None:
+    def __init__(self, job: Job, events: Sequence[CudaEvent], until: Sequence[int], device: torch.device) -> None:
         self._job, self._events, self._until, self._device = job, events, until, device.index or 0
         self._seen: _Seen | None = None
 
@@ -57,6 +56,6 @@ class ScriptWaits:
             return True
         if chunks > self._job.chunks_submitted:
             return False
-        seen.stream.wait_event(self._events[chunks - 1])
+        self._events[chunks - 1].wait(seen.stream)
         self._seen = seen._replace(chunks=chunks)
         return True

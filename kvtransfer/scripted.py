@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
+from kvtransfer.fifo import FifoEvent
 from kvtransfer.kernels.ids import id_tools
-from kvtransfer.lanes import CudaLanes, Event
+from kvtransfer.lanes import CudaEvent, CudaLanes, Event
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import Job
 from kvtransfer.templates import MOST_WAITS, Desk, Template
@@ -31,7 +30,7 @@ class Handed:
 
     job: Job
     slots: list[RingSlot]
-    final: torch.cuda.Event
+    final: CudaEvent
     chunks: int
 
 
@@ -68,8 +67,7 @@ def hand_over(transfer: HostTransfer) -> bool:
         tools.copy(desk.slots, transfer.slots)
         tools.copy(desk.ids, transfer.pages)
         bound = desk.bind(template_of(shop, transfer), pages)
-        final = torch.cuda.Event()
-        final.record(shop.lanes.streams[transfer.last_lane])  # makes the driver's handle
+        final = shop.lanes.record(transfer.last_lane)  # the job records it again
         waits = transfer.waits()
         for lane, event in waits[MOST_WAITS:]:
             shop.lanes.wait(lane, event)
@@ -126,7 +124,7 @@ def take_back(transfer: HostTransfer) -> bool:
 
 
 def _handle(event: Event) -> int:
-    assert isinstance(event, torch.cuda.Event)
+    assert not isinstance(event, FifoEvent)
     return int(event.cuda_event)
 
 

@@ -271,8 +271,8 @@ void kvt_close(void *worker) {
   free(w->dst), free(w->src), free(w->sizes), free(w);
 }
 
-/* Holds its caller (without the GIL) until progress reaches `wanted`, the job has ended, or the time is up. A chunk takes
- * about as long to submit as a nap takes to end, and the caller has a forward to launch: it spins first. */
+/* Holds its caller (with the GIL or without) until progress reaches `wanted`, the job has ended, or the time is up. A
+ * chunk takes about as long to submit as a nap takes to end, and the caller has a forward to launch: it spins first. */
 void kvt_await(const job_t *job, uint32_t wanted, uint64_t most_ns) {
   struct timespec nap = {0, NAP_NS};
   uint64_t begun = now_ns();

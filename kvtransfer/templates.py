@@ -10,16 +10,18 @@ ready; a store gathers first and copies then.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from kvtransfer.descriptors import piece_offsets
+from kvtransfer.fifo import FifoEvent
 from kvtransfer.kernels.coalesce import Box, Geometry
 from kvtransfer.kernels.launch import relayout_grid
 from kvtransfer.kernels.relayout import tile_constants
-from kvtransfer.lanes import CudaLanes, Event, lanes_of
+from kvtransfer.lanes import CudaEvent, CudaLanes, Event, lanes_of
 from kvtransfer.plan import Chunk
 from kvtransfer.staging import RingSlot
 from kvtransfer.submitter import (
@@ -146,21 +148,20 @@ class Desk:
             if shop.verify:
                 self.digests = torch.empty(self.pages, layers, dtype=torch.int64, device=device)
                 self.digests_back = torch.zeros(self.pages, layers, dtype=torch.int64, pin_memory=True)
-            self._event = torch.cuda.current_stream(device)
-            self.begin, self.end = (self._made(torch.cuda.Event(enable_timing=True)) for _ in range(2))
-            self._between = self._made(torch.cuda.Event())
-            self._event.synchronize()
-        self._events: list[torch.cuda.Event] = []
+            aside = torch.cuda.current_stream(device)
+            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            for event in (self.begin, self.end):
+                event.record(aside)  # makes the driver's handle; the job records it again
+            self._new_event = functools.partial(lanes.mark, aside)
+            self._between = self._new_event()
+            aside.synchronize()
+        self._events: list[CudaEvent] = []
         self._bound: dict[int, Bound] = {}
 
-    def _made(self, event: torch.cuda.Event) -> torch.cuda.Event:
-        event.record(self._event)  # makes the driver's handle; the job records it again
-        return event
-
-    def events(self, count: int) -> list[torch.cuda.Event]:
+    def events(self, count: int) -> list[CudaEvent]:
         """Events of the first ``count`` chunks."""
         while len(self._events) < count:
-            self._events.append(self._made(torch.cuda.Event()))
+            self._events.append(self._new_event())
         return self._events[:count]
 
     def bind(self, template: Template, pages: int) -> Bound:
@@ -219,7 +220,7 @@ class Bound:
     def job(
         self,
         slots: Sequence[RingSlot],
-        final: torch.cuda.Event,
+        final: CudaEvent,
         any_order: bool,
         waits: Sequence[tuple[int, int]] = (),
     ) -> Job:
@@ -238,7 +239,7 @@ class Bound:
             if slot.free is None:
                 row[0] = NONE
             else:
-                assert isinstance(slot.free, torch.cuda.Event)
+                assert not isinstance(slot.free, FifoEvent)
                 row[_EVENT] = slot.free.cuda_event
         self._final[_EVENT] = final.cuda_event
         self.all[:MOST_WAITS, 0] = NONE

@@ -25,6 +25,7 @@ from kvtransfer.kernels.layout import box_bytes
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.lanes import CpuLanes, CudaLanes, Event, RelayoutTask, as_transfer_error
 from kvtransfer.plan import Chunk, Plan
+from kvtransfer.rest import Rest, Watch
 from kvtransfer.tiers.ledger import PageLedger
 from kvtransfer.verdict import Verdict
 from kvtransfer.workshop import Workshop
@@ -52,6 +53,7 @@ class Transfer(ABC):
         self.ledgers = ledgers
         self.earlier: list[Transfer] = []
         self.started = False
+        self.watch: Watch | None = None  # of the engine's thread while it rests
         self.late = False  # its deadline passed while it was in flight
         self.by_caller = False  # its caller submits it layer by layer
         self.handed_over = False  # the submitter has it
@@ -119,6 +121,10 @@ class Transfer(ABC):
     def take_back(self) -> bool:
         """Whether the submitter is through with it; see `hand_over`."""
         return True
+
+    def watched(self, rest: Rest) -> Watch | None:
+        """Have ``rest`` wake its thread once there is something to do about it; None where that has to look itself."""
+        return None
 
     def count_submitted(self) -> None:
         """After a script: what the handle knows of."""

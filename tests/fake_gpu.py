@@ -33,6 +33,7 @@ from kvtransfer.kernels.relayout import tile_constants
 from kvtransfer.kernels.table import CopyTable, build_table
 from kvtransfer.lanes import LANES, CudaLanes, RelayoutTask
 from kvtransfer.plan import staged_boxes
+from kvtransfer.rest import NativeRest, build_rest
 from kvtransfer.submitter import Launch, Submitter, build_submitter
 from kvtransfer.templates import CHUNKS_AHEAD
 from kvtransfer.workshop import Workshop
@@ -114,9 +115,6 @@ class FakeStream:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu, self.cuda_stream = gpu, next(gpu.handles)
 
-    def wait_event(self, event: FakeEvent) -> None:
-        self.gpu.wait(self.cuda_stream, event.cuda_event)
-
     def synchronize(self) -> None:
         pass
 
@@ -131,6 +129,9 @@ class FakeEvent:
 
     def record(self, stream: FakeStream) -> None:
         self.gpu.record(self.cuda_event, stream.cuda_stream)
+
+    def wait(self, stream: FakeStream) -> None:
+        self.gpu.wait(stream.cuda_stream, self.cuda_event)
 
     def query(self) -> bool:
         return self.gpu.query(self.cuda_event)
@@ -151,7 +152,7 @@ class FakeLanes(CudaLanes):
         self.gpu, self.device, self.owner = gpu, torch.device("cpu"), None
         self.streams = {lane: cast(Any, FakeStream(gpu)) for lane in LANES}
         self._aside = cast(Any, FakeStream(gpu))
-        self.copier, self.word = TorchCopyEngine(), None
+        self.copier, self.word, self._events = TorchCopyEngine(), None, None
 
     def on(self, lane: str) -> Any:
         return nullcontext()
@@ -310,9 +311,12 @@ class FakeDriver:
 
 def scripted_rig(
     monkeypatch: pytest.MonkeyPatch, folder: Path, layout: str, spec: Any, ring: Any, *, seed: int, verify: bool = True,
-    **more: Any,
+    native_rest: bool | None = None, **more: Any,
 ) -> tuple[Rig, Gpu]:  # fmt: skip
-    """A rig whose staged transfers go through the C worker to a `Gpu`. Close the rig, then the GPU."""
+    """A rig whose staged transfers go through the C worker to a `Gpu`. Close the rig, then the GPU.
+
+    ``native_rest``: the engine's thread rests in C, as it does beside a real driver; None: where ``seed`` is odd.
+    """
     gpu = Gpu(seed)
     monkeypatch.setattr(FakeEvent, "gpu", gpu, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
@@ -339,4 +343,7 @@ def scripted_rig(
     driver = gpu.driver = FakeDriver(gpu, verify, spec)
     for direction in ("load", "store"):
         shop.submitters[direction] = Submitter(build_submitter(folder), cast(CopyEngine, driver), 1, WORD)
+    if native_rest if native_rest is not None else seed % 2:
+        query = ctypes.cast(driver.calls["query"], ctypes.c_void_p).value
+        rig.engine._pump._rest = NativeRest(build_rest(folder), query or 0)
     return rig, gpu

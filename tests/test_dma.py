@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from driver_helpers import FakeDriver, build_driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,170 +27,12 @@ from kvtransfer.dma import U64, CopyEngine, TorchCopyEngine, merge_runs
 from kvtransfer.kernels.errors import ConfigError, CudaError, LayoutError, TransferError
 from kvtransfer.kernels.events import Observer
 
-FAKE_DRIVER = r"""
-#include <stddef.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-#include <unistd.h>
-
-typedef struct { int type; int id; } Location;
-typedef struct { int order; Location src, dst; unsigned flags; } Attributes;
-typedef struct {
-  size_t src_x, src_y; int src_type; const void *src_host; uint64_t src_device; void *src_array; size_t src_pitch;
-  size_t dst_x, dst_y; int dst_type; void *dst_host; uint64_t dst_device; void *dst_array; size_t dst_pitch;
-  size_t width, height;
-} Copy2D;
-
-int fake_version, fake_init_code, fake_code, fake_sleep_us, fake_context_code;
-long long fake_fail_index;
-char fake_missing[64], fake_asked[8192];
-int seen_abi, seen_order, seen_flags, seen_hints, seen_calls;
-uint64_t seen_num_attrs, seen_first, seen_stream, seen_context, seen_count, seen_address, seen_value, seen_mem_flags;
-static _Thread_local uint64_t stack[8];
-static _Thread_local int depth;
-
-size_t attributes_size(void) { return sizeof(Attributes); }
-size_t attributes_flags(void) { return offsetof(Attributes, flags); }
-size_t copy2d_size(void) { return sizeof(Copy2D); }
-size_t copy2d_src_device(void) { return offsetof(Copy2D, src_device); }
-size_t copy2d_dst_device(void) { return offsetof(Copy2D, dst_device); }
-size_t copy2d_height(void) { return offsetof(Copy2D, height); }
-
-void fake_reset(void) {
-  fake_version = 13000; fake_init_code = fake_code = fake_sleep_us = fake_context_code = 0; fake_fail_index = -1;
-  fake_missing[0] = fake_asked[0] = 0; seen_abi = seen_order = seen_flags = seen_hints = seen_calls = 0;
-  seen_num_attrs = seen_first = seen_stream = seen_context = seen_count = 0;
-  seen_address = seen_value = seen_mem_flags = 0;
-}
-int fake_depth(void) { return depth; }
-
-int cuInit(unsigned flags) { return flags ? 1 : fake_init_code; }
-static int error_name(int code, const char **text) {
-  if (code == 1) { *text = "CUDA_ERROR_INVALID_VALUE"; return 0; }
-  *text = NULL; return 1;
-}
-static int error_string(int code, const char **text) {
-  if (code == 1) { *text = "invalid argument"; return 0; }
-  *text = NULL; return 1;
-}
-static int ctx_current(uint64_t *ctx) { *ctx = depth ? stack[depth - 1] : 0; return 0; }
-static int ctx_push(uint64_t ctx) { stack[depth++] = ctx; return 0; }
-static int ctx_pop(uint64_t *ctx) { if (!depth) return 201; *ctx = stack[--depth]; return 0; }
-/* 0x1000 and 0x3000 (capturing) are streams of context 0xa, 0x2000 of context 0xb. */
-static int stream_ctx(uint64_t stream, uint64_t *ctx) { *ctx = stream == 0x2000 ? 0xb : 0xa; return fake_context_code; }
-static int is_capturing(uint64_t stream, int *status) { *status = stream == 0x3000; return 0; }
-
-static int move(void **dst, void **src, size_t *sizes, size_t n, Attributes *a, size_t *first, size_t num, size_t *fail,
-                uint64_t stream) {
-  ctx_current(&seen_context);
-  seen_calls++; seen_count = n; seen_order = a->order; seen_flags = (int)a->flags; seen_num_attrs = num;
-  seen_hints = a->src.type | a->src.id | a->dst.type | a->dst.id; seen_first = first[0]; seen_stream = stream;
-  if (fake_sleep_us) usleep(fake_sleep_us);
-  if (fake_code) { if (fail) *fail = (size_t)fake_fail_index; return fake_code; }
-  for (size_t i = 0; i < n; ++i) memcpy(dst[i], src[i], sizes[i]);
-  return 0;
-}
-static int batch_12080(void **d, void **s, size_t *z, size_t n, Attributes *a, size_t *f, size_t num, size_t *fail,
-                       uint64_t stream) { seen_abi = 12080; return move(d, s, z, n, a, f, num, fail, stream); }
-static int batch_13000(void **d, void **s, size_t *z, size_t n, Attributes *a, size_t *f, size_t num,
-                       uint64_t stream) { seen_abi = 13000; return move(d, s, z, n, a, f, num, NULL, stream); }
-static int copy_2d(const Copy2D *c, uint64_t stream) {
-  seen_stream = stream; seen_calls++;
-  if (fake_code) return fake_code;
-  if (c->src_type != 4 || c->dst_type != 4 || c->src_x | c->src_y | c->dst_x | c->dst_y) return 1;
-  for (size_t i = 0; i < c->height; ++i)
-    memcpy((char *)c->dst_device + i * c->dst_pitch, (char *)c->src_device + i * c->src_pitch, c->width);
-  return 0;
-}
-static int wait_32(uint64_t stream, uint64_t address, uint32_t value, unsigned flags) {
-  seen_stream = stream; seen_address = address; seen_value = value; seen_mem_flags = flags; return fake_code;
-}
-static int write_32(uint64_t stream, uint64_t address, uint32_t value, unsigned flags) {
-  seen_stream = stream; seen_address = address; seen_value = value; seen_mem_flags = flags;
-  if (!fake_code) *(uint32_t *)address = value;
-  return fake_code;
-}
-static int device_pointer(uint64_t *alias, uint64_t host, unsigned flags) {
-  *alias = host + 0x100000; return flags ? 1 : fake_code;
-}
-int seen_capture_mode = -1;
-static int exchange_mode(int *mode) { int was = 0; seen_capture_mode = *mode; *mode = was; return fake_code; }
-static int for_the_submitter(void) { return 1; }
-static int driver_version(int *version) { *version = fake_version; return 0; }
-
-int cuGetProcAddress_v2(const char *name, void **address, int version, uint64_t flags, int *status);
-static const struct { const char *name; int since; void *address; } table[] = {
-  {"cuGetProcAddress", 12000, cuGetProcAddress_v2},
-  {"cuGetErrorName", 6000, error_name}, {"cuGetErrorString", 6000, error_string}, {"cuInit", 2000, cuInit},
-  {"cuDriverGetVersion", 2020, driver_version},
-  {"cuCtxGetCurrent", 4000, ctx_current}, {"cuCtxPushCurrent", 4000, ctx_push}, {"cuCtxPopCurrent", 4000, ctx_pop},
-  {"cuStreamGetCtx", 9020, stream_ctx}, {"cuStreamIsCapturing", 10000, is_capturing},
-  {"cuMemcpyBatchAsync", 13000, batch_13000}, {"cuMemcpyBatchAsync", 12080, batch_12080},
-  {"cuMemcpy2DAsync", 3020, copy_2d}, {"cuStreamWaitValue32", 11070, wait_32},
-  {"cuStreamWriteValue32", 11070, write_32}, {"cuMemHostGetDevicePointer", 3020, device_pointer},
-  {"cuThreadExchangeStreamCaptureMode", 10010, exchange_mode}, {"cuStreamWaitEvent", 3020, for_the_submitter},
-  {"cuCtxSetCurrent", 4000, for_the_submitter}, {"cuEventQuery", 2000, for_the_submitter},
-  {"cuMemcpyAsync", 4000, for_the_submitter}, {"cuMemsetD8Async", 3020, for_the_submitter},
-  {"cuEventRecord", 2000, for_the_submitter}, {"cuLaunchKernel", 4000, for_the_submitter},
-};
-int cuGetProcAddress_v2(const char *name, void **address, int version, uint64_t flags, int *status) {
-  size_t used = strlen(fake_asked);
-  if (used + 64 < sizeof fake_asked) snprintf(fake_asked + used, 64, "%s:%d\n", name, version);
-  *address = NULL;
-  if (flags || version > fake_version) return 1;
-  if (status) *status = 1;
-  if (!strcmp(name, fake_missing)) return 0;
-  for (size_t i = 0; i < sizeof table / sizeof *table; ++i)
-    if (!strcmp(name, table[i].name) && version >= table[i].since) {
-      *address = table[i].address;
-      if (status) *status = 0;
-      return 0;
-    }
-  return 0;
-}
-int cuGetProcAddress(const char *name, void **address, int version, uint64_t flags) {
-  return cuGetProcAddress_v2(name, address, version, flags, NULL);
-}
-"""
-
 STREAM, OTHER_GPU, CAPTURING = 0x1000, 0x2000, 0x3000
-
-
-class FakeDriver:
-    """The library's path, and its switches and records as attributes."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.library = ctypes.CDLL(str(path))
-
-    def set(self, name: str, value: int | bytes) -> None:
-        if isinstance(value, bytes):
-            ctypes.memmove(
-                ctypes.addressof((ctypes.c_char * 64).in_dll(self.library, name)), value + b"\0", len(value) + 1
-            )
-        else:
-            kind = ctypes.c_longlong if name == "fake_fail_index" else ctypes.c_int
-            kind.in_dll(self.library, name).value = value
-
-    def seen(self, name: str) -> int:
-        kind = ctypes.c_int if name in ("abi", "order", "flags", "hints", "calls") else ctypes.c_uint64
-        return int(kind.in_dll(self.library, f"seen_{name}").value)
-
-    def asked(self) -> list[str]:
-        return (ctypes.c_char * 8192).in_dll(self.library, "fake_asked").value.decode().split()
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> FakeDriver:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    folder = tmp_path_factory.mktemp("driver")
-    (folder / "fake.c").write_text(FAKE_DRIVER)
-    path = folder / "libcuda.so.1"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", path, folder / "fake.c"], check=True)
-    return FakeDriver(path)
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 @pytest.fixture
@@ -432,10 +275,10 @@ def test_the_streams_context_is_current_during_the_call(engine: CopyEngine, fake
 
     def body() -> None:
         for stream, context in ((STREAM, 0xA), (OTHER_GPU, 0xB)):
-            engine._must("cuCtxPushCurrent", 0xA)
+            engine.must("cuCtxPushCurrent", 0xA)
             engine.batch(*lists, stream)
             done.append((fake.seen("context") == context, fake.library.fake_depth()))
-            engine._must("cuCtxPopCurrent", ctypes.byref(ctypes.c_void_p()))
+            engine.must("cuCtxPopCurrent", ctypes.byref(ctypes.c_void_p()))
 
     thread = threading.Thread(target=body)
     thread.start()

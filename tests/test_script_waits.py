@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -19,8 +19,14 @@ class Stream:
     def __init__(self, raw: int) -> None:
         self.cuda_stream, self.waits = raw, list[int]()
 
-    def wait_event(self, event: int) -> None:
-        self.waits.append(event)
+
+class Event(NamedTuple):
+    """The event after chunk ``number``."""
+
+    number: int
+
+    def wait(self, stream: Stream) -> None:
+        stream.waits.append(self.number)
 
 
 class World:
@@ -32,7 +38,7 @@ class World:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: self.device)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", self.raw_stream, raising=False)
-        events = cast(Any, list(range(1, 7)))  # event i: after chunk i
+        events = cast(Any, [Event(chunk) for chunk in range(1, 7)])
         self.waits = ScriptWaits(cast(Job, self.job), events, UNTIL, torch.device("cuda", 1))
 
     def raw_stream(self, device: int) -> int:

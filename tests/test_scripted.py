@@ -169,7 +169,8 @@ def test_errors_and_cancels_at_any_command_leave_what_the_states_say(
 def test_an_observer_that_raises_does_not_end_a_transfer_that_is_in_flight(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
-    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    """Told by a thread that looks at the end of the job; the one that rests in C looks at the end of all."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1, native_rest=False)
     observer = rig.engine.observer
 
     def bug(*args: Any) -> None:
@@ -460,7 +461,7 @@ def test_what_never_ran_still_keeps_those_behind_it_in_order(monkeypatch: pytest
     gpu.held.add(lane(rig, "copy_out"))
     rows = rig.side.pages([7])
     first = rig.engine.store([7], [3])
-    until(lambda: first.fully_submitted)
+    assert first.await_submitted(LIMIT_S)
     submitter = rig.engine._shop.submitters["load"]
 
     def refuse(job: object) -> None:
@@ -471,7 +472,7 @@ def test_what_never_ran_still_keeps_those_behind_it_in_order(monkeypatch: pytest
         second = rig.engine.load([3], [9])
         until(lambda: second.failed and second.fully_submitted)
     third = rig.engine.load([3], [11])
-    until(lambda: third.fully_submitted)
+    assert third.await_submitted(LIMIT_S)
     time.sleep(0.05)
     gpu.held.clear()
     for handle in (first, third):

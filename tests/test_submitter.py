@@ -15,13 +15,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from gil_helpers import gil_counter
 
+from kvtransfer import submitter as submitter_module
 from kvtransfer.dma import CopyEngine, merge_runs
 from kvtransfer.kernels.errors import ConfigError, TransferError
 from kvtransfer.submitter import (
     CHUNK,
     COMMAND_WORDS,
     COPY,
+    FEW_CHUNKS,
     LAUNCH,
     NONE,
     PACE,
@@ -310,6 +313,24 @@ def test_it_runs_ahead_only_as_far_as_events_have_passed_and_stops_there(driver:
     work.stop()
     wait_for(lambda: work.ended)
     assert work.chunks_submitted == 5 == len(driver.log()) and work.error() is None
+
+
+def test_a_short_wait_keeps_the_gil_and_a_long_one_gives_it_away(
+    driver: Driver, submitter: Submitter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for the next chunks launches a forward, who waits for many has nothing to do meanwhile."""
+    driver.set("nap_us", 1000)
+    with gil_counter() as count:
+        for chunks, most_ns, kept in ((1, 10**10, True), (FEW_CHUNKS + 1, 10**10, False), (1, 10**5, False)):
+            monkeypatch.setattr(submitter_module, "SHORT_LOOK_NS", most_ns)
+            work = job(*(row for n in range(chunks) for row in ((WAIT, 7, 70), (CHUNK, 0, n + 1))))
+            submitter.give(work)
+            before = count()
+            submitter.await_chunks(work, chunks)
+            assert (count() == before) is kept, (chunks, most_ns)
+            assert work.chunks_submitted == chunks
+            while not work.ended:
+                time.sleep(0.0005)
 
 
 def test_an_event_that_fails_is_an_error(driver: Driver, submitter: Submitter) -> None:
