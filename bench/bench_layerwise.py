@@ -2,6 +2,7 @@
 
     python bench/bench_layerwise.py                           # 8B-shaped layers, S = 64 to 4,096, 8,192 cached tokens
     python bench/bench_layerwise.py --busy also --baselines   # and beside a Python thread that never sleeps
+    python bench/bench_layerwise.py --busy --placement together  # both threads on one processor
     python bench/bench_layerwise.py --model llama8b small --cached 1024 8192 32768 --paths auto staged mapped
 
 S new tokens are computed eagerly over a prefix that is being loaded, pages in random order on both sides. *Ideal*:
@@ -26,6 +27,7 @@ from forward import MODELS, Forward, KVRig, models_for
 from harness import LargeCopy
 from loads import LAUNCHES, Case, LaunchesBefore, LayerwiseLoad, NoOverlap
 from overlap import LONGEST_S, OVER_IDEAL, OVER_LAUNCHES, Row, check, measure, split_of, timed
+from processors import PLACEMENTS, Placement, beside_text, kept_awake
 from report import (
     CPU_NOTE,
     checked,
@@ -54,20 +56,26 @@ LIMIT_BYTES, CPU_LIMIT_BYTES = 1 << 30, 4 << 20
 # that the engine chooses.
 BARS = {64: 1.08, 256: 1.10, 512: 1.15, 1024: 1.06, 2048: 1.05}
 BUSY_MORE = 0.15
+STYLES: dict[Placement | None, str] = {None: "-", "apart": "--", "together": ":", "free": "-."}  # of a plot's lines
 
 
-def bar_of(model: str, page_size: int, cached: int, new: int, busy: bool, device: torch.device) -> float | None:
-    """What is asked for; None where nothing is."""
+def bar_of(
+    model: str, page_size: int, cached: int, new: int, placement: Placement | None, device: torch.device
+) -> float | None:
+    """What is asked for; None where nothing is: of both threads on one processor too, where a forward is so short that
+    one turn of the other is a sixth of it."""
     if device.type != "cuda" or (model, page_size, cached) != ("llama8b", PAGE, CACHED) or new not in BARS:
         return None
-    return BARS[new] + BUSY_MORE * busy
+    if placement == "together":
+        return None
+    return BARS[new] + BUSY_MORE * (placement is not None)
 
 
 @dataclass(frozen=True)
 class Options:
     """What is measured: every model over every prefix with so many new tokens, by every path.
 
-    busy       of a thread beside it: without, with, or both
+    beside     where a busy Python thread runs beside it; None: without one
     hint       loads are told how long a layer takes
     script     staged loads go through the submitter in C
     repeats    rounds of a case; fewer, but three, where they take longer than ``longest_s``
@@ -78,7 +86,7 @@ class Options:
     cached: Sequence[int] = (CACHED,)
     page_size: int = PAGE
     paths: Sequence[str] = ("auto",)
-    busy: Sequence[bool] = (False,)
+    beside: Sequence[Placement | None] = (None,)
     baselines: bool = False
     hint: bool = True
     script: bool = True
@@ -88,7 +96,7 @@ class Options:
 
     def groups(self) -> int:
         """How many groups of cases there are: what is timed in turn."""
-        return len(self.models) * len(self.cached) * len(self.tokens) * len(self.busy)
+        return len(self.models) * len(self.cached) * len(self.tokens) * len(self.beside)
 
 
 def run(
@@ -99,6 +107,22 @@ def run(
     rows: list[Row] = []
     skipped: list[tuple[str, str]] = []
 
+    def measured_group(rig: KVRig, forward: Forward, new: int, placement: Placement | None) -> list[Row]:
+        name, cached = forward.model.name, rig.count * options.page_size
+        x = forward.tokens(new)
+        split = split_of(forward, x, placement)
+        cases = []
+        for what, make in ways(rig, forward, options, split.layer_s if options.hint else None):
+            try:
+                cases.append(make())
+            except ConfigError as error:  # this path can't carry it: said below
+                skipped.append((f"{name} by {what}", str(error)))
+        bar = bar_of(name, options.page_size, cached, new, placement, device)
+        return measure(
+            rig, forward, cases, x, limit, split, placement=placement, repeats=options.repeats, bar=bar,
+            longest_s=options.longest_s,
+        )  # fmt: skip
+
     def measured() -> Iterator[Row]:
         for name in options.models:
             model = models_for(device)[name]
@@ -108,21 +132,11 @@ def run(
                     model, options.page_size, cached, device, seed=options.seed, script=options.script
                 ) as rig:  # fmt: skip
                     forward.bind(rig)
-                    for new, busy in itertools.product(options.tokens, options.busy):
-                        step(f"{name}, S={new}, cached {cached}{', busy' * busy}")
-                        x = forward.tokens(new)
-                        split = split_of(forward, x, busy)
-                        cases = []
-                        for what, make in ways(rig, forward, options, split.layer_s if options.hint else None):
-                            try:
-                                cases.append(make())
-                            except ConfigError as error:  # this path can't carry it: said below
-                                skipped.append((f"{name} by {what}", str(error)))
-                        bar = bar_of(name, options.page_size, cached, new, busy, device)
-                        yield from measure(
-                            rig, forward, cases, x, limit, split, busy=busy, repeats=options.repeats, bar=bar,
-                            longest_s=options.longest_s,
-                        )  # fmt: skip
+                    for new, placement in itertools.product(options.tokens, options.beside):
+                        step(f"{name}, S={new}, cached {cached}{beside_text(placement)}")
+                        with kept_awake(placement):
+                            group = measured_group(rig, forward, new, placement)
+                        yield from group
                     forward.release()
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -164,7 +178,7 @@ def print_rows(rows: Sequence[Row], limit: LargeCopy, skipped: Sequence[tuple[st
 
 
 def _cells(r: Row, bars: bool, compared: bool) -> list[str]:
-    cells = [r.path, r.groups, f"{r.new_tokens:,}{', busy' * r.busy}"]
+    cells = [r.path, r.groups, f"{r.new_tokens:,}{beside_text(r.placement)}"]
     cells += [f"{s * 1e3:.4g}" for s in (r.forward_s, r.link_s, r.ideal_s)]
     cells.append(f"{r.total_s * 1e3:.4g} ({r.total_low_s * 1e3:.4g}-{r.total_high_s * 1e3:.4g})")
     cells.append(f"{r.over_ideal:.3f} ({r.low:.3f}-{r.high:.3f})" + ("" if r.coverage >= 0.95 else "*"))
@@ -186,12 +200,12 @@ def plot(file: Path, rows: Sequence[Row], limit: LargeCopy) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), squeeze=False, sharey=True)
     for axis, (model, cached) in zip(axes[0], panels, strict=True):
         here = [r for r in rows if (r.model, r.cached_tokens) == (model, cached)]
-        for path, busy in dict.fromkeys((r.path, r.busy) for r in here):
-            mine = [r for r in here if (r.path, r.busy) == (path, busy)]
+        for path, placement in dict.fromkeys((r.path, r.placement) for r in here):
+            mine = [r for r in here if (r.path, r.placement) == (path, placement)]
             errors = [r.over_ideal - r.low for r in mine], [r.high - r.over_ideal for r in mine]
             axis.errorbar(
                 [r.new_tokens for r in mine], [r.over_ideal for r in mine], yerr=errors, marker="o", ms=3, lw=1,
-                ls="--" if busy else "-", label=path + ", busy" * busy,
+                ls=STYLES[placement], label=path + beside_text(placement),
             )  # fmt: skip
         asked = [(r.new_tokens, r.bar) for r in here if r.bar is not None]
         if asked:
@@ -220,6 +234,10 @@ def main(argv: Sequence[str] | None) -> int:
     out.add_argument(
         "--busy", nargs="?", const="only", choices=("only", "also"), help="beside a Python thread that never sleeps"
     )
+    out.add_argument(
+        "--placement", nargs="+", choices=PLACEMENTS, help="where that thread runs: on another processor (apart, the "
+        "default), on that of the forward's thread (together), or where the system puts it (free)",
+    )  # fmt: skip
     out.add_argument("--baselines", action="store_true", help=f"also {LAUNCHES}, and a load before the forward")
     out.add_argument("--no-hint", action="store_true", help="loads are not told how long a layer takes")
     out.add_argument("--no-script", action="store_true", help="call by call, without the submitter in C")
@@ -234,13 +252,22 @@ def main(argv: Sequence[str] | None) -> int:
         out.error("--tokens and --page-size: expected at least 1; --seconds: more than 0")
     if any(n < 1 or n % args.page_size for n in cached):
         out.error(f"--cached: expected multiples of --page-size {args.page_size}, got {cached}")
+    if args.placement and not args.busy:
+        out.error("--placement: expected --busy as well")
+    beside = tuple(dict.fromkeys(args.placement or ["apart"])) if args.busy else ()
+    try:
+        for placement in beside:
+            with kept_awake(placement):  # tried before anything is measured
+                pass
+    except ConfigError as error:
+        out.error(str(error))
     options = Options(
         models=tuple(dict.fromkeys(args.model)),
         tokens=tuple(dict.fromkeys(tokens)),
         cached=tuple(dict.fromkeys(cached)),
         page_size=args.page_size,
         paths=tuple(dict.fromkeys(args.paths)),
-        busy={"only": (True,), "also": (False, True), None: (False,)}[args.busy],
+        beside=beside if args.busy == "only" else (None, *beside),
         baselines=args.baselines,
         hint=not args.no_hint,
         script=not args.no_script,

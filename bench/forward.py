@@ -7,10 +7,8 @@ says nothing about a model's.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -180,25 +178,3 @@ def ideal_s(layer_s: Sequence[float], arrivals_s: Sequence[float]) -> float:
     for takes, arrives in zip(layer_s, arrivals_s, strict=True):
         done = max(done, arrives) + takes
     return done
-
-
-@contextmanager
-def busy_thread(wanted: bool) -> Iterator[None]:
-    """Beside a Python thread that computes without a pause, where ``wanted``."""
-    stop = threading.Event()
-
-    def spin() -> None:
-        x = 0
-        while not stop.is_set():
-            for i in range(1000):
-                x = (x * 31 + i) % 65521
-
-    thread = threading.Thread(target=spin, name="busy", daemon=True)
-    if wanted:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        if wanted:
-            thread.join()

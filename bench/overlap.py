@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from forward import Forward, busy_thread, ideal_s
+from forward import Forward, ideal_s
 from harness import FEWEST, LargeCopy
 from loads import LAUNCHES, Case, End, LaunchesBefore, LayerwiseLoad
 from paired import Interval, Spread, paired_ratio
+from processors import Placement, beside_text, busy_thread
 from rigs import Rig
 from works import moved_exactly
 
@@ -34,10 +35,11 @@ class Row:
     the GPU's clock where there is one. GB = 1e9 bytes.
 
     groups      sizes of the layer groups in which the load travels, or what stands for them
+    placement   where a Python thread that never rests ran beside both forwards; None: there was none
     hint_s      ``compute_s_per_layer`` that the load was given; None: nothing
     peak_gbps   one large copy to the device, measured in turn with the case
     link_s      the load's bytes at that rate
-    forward_s   the forward alone, beside the same thread where ``busy``
+    forward_s   the forward alone, beside the same thread where there is one
     layer_s     its layers: the split of single forwards, scaled to ``forward_s``
     ideal_s     f_i = max(f_(i-1), arrival of layer i at the peak) + time of layer i
     total_s     load and forward, from the call of the load to the end of the last layer
@@ -57,7 +59,7 @@ class Row:
     case: str
     path: str
     groups: str
-    busy: bool
+    placement: Placement | None
     hint_s: float | None
     total_bytes: int
     repeats: int
@@ -86,8 +88,8 @@ class Row:
 
     @property
     def name(self) -> str:
-        busy = ", busy" if self.busy else ""
-        return f"{self.model}, S={self.new_tokens}, cached {self.cached_tokens}{busy}, {self.path}"
+        beside = beside_text(self.placement)
+        return f"{self.model}, S={self.new_tokens}, cached {self.cached_tokens}{beside}, {self.path}"
 
     def verdicts(self) -> list[tuple[str, float, bool]]:
         """(what, at most, whether it is met) of everything that is asked for and was measured."""
@@ -114,12 +116,12 @@ class Split:
         return cls(tuple(t / sum(layers) for t in layers), statistics.median(whole_s) / len(layers))
 
 
-def split_of(forward: Forward, x: torch.Tensor, busy: bool) -> Split:
-    """Of forwards alone. Marks between layers cost time of their own, most of all in a busy process: runs with them say
-    how a forward is split, others how long it is."""
+def split_of(forward: Forward, x: torch.Tensor, placement: Placement | None) -> Split:
+    """Of forwards alone, beside a busy thread where ``placement`` says where. Marks between layers cost time of their
+    own, most of all in a busy process: runs with them say how a forward is split, others how long it is."""
     for _ in range(WARM_UPS):
         forward.seconds(lambda: forward(x))
-    with busy_thread(busy):
+    with busy_thread(placement):
         marked = [forward.layer_seconds(x)]
         runs = 1 if sum(marked[0]) >= LONG_S else SPLIT_RUNS
         marked += [forward.layer_seconds(x) for _ in range(runs - 1)]
@@ -140,12 +142,12 @@ def rounds(
     x: torch.Tensor,
     cases: Sequence[Case],
     limit: LargeCopy,
-    busy: bool,
+    placement: Placement | None,
     repeats: int,
     longest_s: float,
 ) -> list[list[Round]]:
     """Of each case, ``repeats`` rounds. Fewer (but `FEWEST`) where they would take longer than ``longest_s`` a case."""
-    for case in cases:  # compiles what is left to compile
+    for case in cases:  # compiles what is left to compile, and starts what threads a case has: none must inherit a pin
         timed(forward, case, x)
     out: list[list[Round]] = [[] for _ in cases]
     started = time.perf_counter()
@@ -153,24 +155,27 @@ def rounds(
         if done >= FEWEST and time.perf_counter() - started > longest_s * len(cases) * done / (done + 1):
             break
         for case, into in zip(cases, out, strict=True):
-            into.append(one_round(forward, x, case, limit, busy, flip=done % 2 == 1))
+            into.append(one_round(forward, x, case, limit, placement, flip=done % 2 == 1))
     return out
 
 
-def one_round(forward: Forward, x: torch.Tensor, case: Case, limit: LargeCopy, busy: bool, flip: bool) -> Round:
+def one_round(
+    forward: Forward, x: torch.Tensor, case: Case, limit: LargeCopy, placement: Placement | None, flip: bool
+) -> Round:
     """Large copy, forward alone, large copy, forward with its load.
 
-    ``busy``: both copies, then both forwards beside one thread, the other way round with ``flip``. What a forward loses
-    to such a thread depends on how fast that wakes up; between one thread and the next it has changed a hundredfold.
+    With a ``placement``: both copies, then both forwards beside one busy thread, the other way round with ``flip``.
+    What a forward loses to such a thread depends on how fast that wakes up; between one thread and the next it has
+    changed a hundredfold where nothing was done about it (`processors`).
     """
     copies_s = limit.seconds("load")
-    if not busy:
+    if placement is None:
         alone_s = forward.seconds(lambda: forward(x))
         copies_s += limit.seconds("load")
         total_s = timed(forward, case, x)
     else:
         copies_s += limit.seconds("load")
-        with busy_thread(True):
+        with busy_thread(placement):
             total_s = timed(forward, case, x) if flip else 0.0
             alone_s = forward.seconds(lambda: forward(x))
             total_s = total_s if flip else timed(forward, case, x)
@@ -193,13 +198,13 @@ def measure(
     limit: LargeCopy,
     split: Split,
     *,
-    busy: bool,
+    placement: Placement | None,
     repeats: int,
     bar: float | None = None,
     longest_s: float = LONGEST_S,
 ) -> list[Row]:
     """A row of each case: timed in turn, then checked. ``bar`` is asked of the path that the engine chooses."""
-    seen = rounds(forward, x, cases, limit, busy, repeats, longest_s)
+    seen = rounds(forward, x, cases, limit, placement, repeats, longest_s)
     launches = next((r for c, r in zip(cases, seen, strict=True) if isinstance(c, LaunchesBefore)), None)
     rows = []
     for case, mine in zip(cases, seen, strict=True):
@@ -218,7 +223,7 @@ def measure(
                 case=case.name,
                 path=case.path,
                 groups=case.groups,
-                busy=busy,
+                placement=placement,
                 hint_s=case.hint_s,
                 total_bytes=rig.total_bytes,
                 repeats=len(mine),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +25,12 @@ from bench_helpers import spoil
 from bench_layerwise import BARS, Options, bar_of, run
 from bench_neighbours import Latency
 from conftest import HAS_GPU
-from forward import MODELS, SHRUNK, Forward, KVRig, Model, busy_thread, ideal_s
+from forward import MODELS, SHRUNK, Forward, KVRig, Model, ideal_s
 from harness import FEWEST, LargeCopy
 from loads import LAUNCHES, Case, End, LaunchesBefore, LayerwiseLoad, NoOverlap, groups_text
 from neighbours import Begun, Neighbour, Nothing, sample
 from overlap import OVER_IDEAL, OVER_LAUNCHES, Round, Split, check, measure, over_ideal, rounds, split_of
+from processors import PLACEMENTS, Placement, kept_awake
 from rigs import device_of
 
 from kvtransfer.engine import TransferEngine
@@ -35,6 +38,7 @@ from kvtransfer.kernels.errors import TransferError
 
 CPU = torch.device("cpu")
 TINY = Model("tiny", 3, 16, 24, 2, 1, 8)
+needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 GPU_OR_CPU = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -140,8 +144,9 @@ def is_busy() -> bool:
     return any(thread.name == "busy" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_large_copy_forward_and_load_take_turns(busy: bool) -> None:
+@needs_two
+@pytest.mark.parametrize("placement", [None, *PLACEMENTS])
+def test_large_copy_forward_and_load_take_turns(placement: Placement | None) -> None:
     said: list[str] = []
 
     def copy(way: str) -> float:
@@ -151,26 +156,17 @@ def test_large_copy_forward_and_load_take_turns(busy: bool) -> None:
     limit: Any = SimpleNamespace(nbytes=10**9, seconds=copy)
     cases = [FakeCase(said, "a"), FakeCase(said, "b")]
     fake: Any = FakeForward(said)
-    got = rounds(fake, torch.ones(1), cases, limit, busy, 2, 60.0)
+    got = rounds(fake, torch.ones(1), cases, limit, placement, 2, 60.0)
     first = [w for c in "ab" for w in ("load", "forward", "load", c, f"end of {c}")]
     second = first
-    if busy:
+    if placement is not None:
         first = [w for c in "ab" for w in ("load", "load", "forward, busy", f"{c}, busy", f"end of {c}")]
         second = [w for c in "ab" for w in ("load", "load", f"{c}, busy", f"end of {c}", "forward, busy")]
     assert said == ["a", "end of a", "b", "end of b", *first, *second], "the first round warms up"
     assert [len(r) for r in got] == [2, 2] and got[0][0].peak_gbps == 2.0
     assert all(r.alone_s == 1.0 < r.total_s for mine in got for r in mine)
     said.clear()
-    assert [len(r) for r in rounds(fake, torch.ones(1), cases[:1], limit, False, 50, 0.0)] == [FEWEST]
-
-
-def test_a_busy_thread_ends_with_its_block() -> None:
-    with pytest.raises(ValueError, match="stop"), busy_thread(True):
-        assert is_busy()
-        raise ValueError("stop")
-    assert not is_busy()
-    with busy_thread(False):
-        assert not is_busy()
+    assert [len(r) for r in rounds(fake, torch.ones(1), cases[:1], limit, None, 50, 0.0)] == [FEWEST]
 
 
 # -- forwards ----------------------------------------------------------------------------------------
@@ -206,7 +202,7 @@ def test_layers_are_timed_one_by_one(forward: Forward) -> None:
     assert len(layer_s) == TINY.layers and all(s > 0 for s in layer_s)
     ends = forward.marks(lambda mark: forward(x, mark))
     assert len(ends) == TINY.layers + 1 and ends == sorted(ends)
-    split = split_of(forward, x, False)
+    split = split_of(forward, x, None)
     assert sum(split.shares) == pytest.approx(1) and split.layer_s > 0
 
 
@@ -227,10 +223,32 @@ def test_a_slow_forward_is_split_by_one_run(
 
     monkeypatch.setattr(forward, "layer_seconds", layer_seconds)
     monkeypatch.setattr(forward, "seconds", seconds)
-    split = split_of(forward, forward.tokens(3), False)
+    split = split_of(forward, forward.tokens(3), None)
     assert seen == ["whole"] * overlap.WARM_UPS + ["marked"] * forwards + ["whole"] * forwards
     assert split.shares == tuple(s / sum(shares) for s in shares)
     assert split.layer_s == pytest.approx(2 * sum(shares) / TINY.layers)
+
+
+@needs_two
+@pytest.mark.parametrize("placement", ["apart", "together"])
+def test_a_forward_is_split_where_it_is_timed(
+    forward: Forward, monkeypatch: pytest.MonkeyPatch, placement: Placement
+) -> None:
+    """The warm-up before it is alone: what threads a forward starts are started there."""
+    seen: list[tuple[str, int, bool]] = []
+
+    def saying(what: str, answer: Any) -> Callable[[object], Any]:
+        def say(_: object) -> Any:
+            seen.append((what, len(os.sched_getaffinity(0)), is_busy()))
+            return answer
+
+        return say
+
+    monkeypatch.setattr(forward, "layer_seconds", saying("marked", [1.0] * TINY.layers))
+    monkeypatch.setattr(forward, "seconds", saying("whole", 3.0))
+    split_of(forward, forward.tokens(3), placement)
+    free = ("whole", len(os.sched_getaffinity(0)), False)
+    assert seen == [free] * overlap.WARM_UPS + [("marked", 1, True), ("whole", 1, True)]
 
 
 def test_models_have_a_shrunk_twin() -> None:
@@ -282,8 +300,8 @@ def test_a_layer_that_did_not_wait_is_found(rig: KVRig, forward: Forward) -> Non
     assert check(rig, forward, Idle(rig, forward), x)[0] is False
     limit = LargeCopy(rig.device, 1 << 16)
     late, fine = measure(
-        rig, forward, [TooLate(rig, forward), NoOverlap(rig, forward)], x, limit, split_of(forward, x, False),
-        busy=False, repeats=2,
+        rig, forward, [TooLate(rig, forward), NoOverlap(rig, forward)], x, limit, split_of(forward, x, None),
+        placement=None, repeats=2,
     )  # fmt: skip
     assert late.exact and not late.right and fine.right
 
@@ -326,22 +344,58 @@ def test_loads_are_told_how_long_a_layer_takes(monkeypatch: pytest.MonkeyPatch) 
             assert 0 < row.hint_s < 1
 
 
+class Watched(Case):
+    """A case that looks, while it is timed, which threads there are that may use one processor only, and which of all
+    that there were is the busy one. (One that was joined may still be there, on its way out.)"""
+
+    def __init__(self, case: Case, pinned: list[set[int]], busy: set[int]) -> None:
+        self.case, self.pinned, self.busy = case, pinned, busy
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, End]:
+        got = self.case.run(x)
+        pinned = set()
+        for thread in map(int, os.listdir("/proc/self/task")):
+            with suppress(ProcessLookupError):  # it has ended
+                if len(os.sched_getaffinity(thread)) == 1:
+                    pinned.add(thread)
+        self.pinned.append(pinned)
+        self.busy |= {t.native_id for t in threading.enumerate() if t.name == "busy" and t.native_id is not None}
+        return got
+
+
+@needs_two
+@pytest.mark.parametrize("placement", ["apart", "together"])
+def test_threads_of_an_engine_are_not_pinned(
+    rig: KVRig, forward: Forward, placement: Placement, quick_turns: None
+) -> None:
+    """They are all there after the warm-up, and none inherits the processor of the caller that is timed."""
+    pinned, busy = list[set[int]](), set[int]()
+    cases = [Watched(case, pinned, busy) for case in cases_of(rig, forward)]
+    rounds(forward, forward.tokens(3), cases, LargeCopy(rig.device, 1 << 16), placement, 2, 60.0)
+    warm, timed = pinned[: len(cases)], pinned[len(cases) :]
+    me = threading.get_native_id()
+    assert not any(warm) and len(timed) == 2 * len(cases)
+    assert all(threads - busy == {me} and threads & busy for threads in timed)
+
+
 # -- rows and bars -----------------------------------------------------------------------------------
 
 
 def test_bars_are_of_the_shape_that_they_were_set_for() -> None:
     gpu = torch.device("cuda", 0)
-    assert [bar_of("llama8b", 16, 8192, new, False, gpu) for new in BARS] == [1.08, 1.10, 1.15, 1.06, 1.05]
+    assert [bar_of("llama8b", 16, 8192, new, None, gpu) for new in BARS] == [1.08, 1.10, 1.15, 1.06, 1.05]
     for new, bar in BARS.items():
-        assert bar_of("llama8b", 16, 8192, new, True, gpu) == pytest.approx(bar + 0.15)
+        for placement in ("apart", "free"):
+            assert bar_of("llama8b", 16, 8192, new, placement, gpu) == pytest.approx(bar + 0.15)
+        assert bar_of("llama8b", 16, 8192, new, "together", gpu) is None
     for other in [
         ("small", 16, 8192, 64),
         ("llama8b", 1, 8192, 64),
         ("llama8b", 16, 4096, 64),
         ("llama8b", 16, 8192, 8),
     ]:
-        assert bar_of(*other, False, gpu) is None
-    assert bar_of("llama8b", 16, 8192, 64, False, CPU) is None
+        assert bar_of(*other, None, gpu) is None
+    assert bar_of("llama8b", 16, 8192, 64, None, CPU) is None
 
 
 def test_rows_say_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,9 +404,9 @@ def test_rows_say_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
         forward.bind(rig)
         x = forward.tokens(3)
         limit = LargeCopy(CPU, 1 << 18)
-        split = split_of(forward, x, False)
+        split = split_of(forward, x, None)
         cases = cases_of(rig, forward)
-        rows = measure(rig, forward, cases, x, limit, split, busy=False, repeats=7, bar=1e6)
+        rows = measure(rig, forward, cases, x, limit, split, placement=None, repeats=7, bar=1e6)
     for row, case in zip(rows, cases, strict=True):
         assert row.repeats == 7 and row.coverage >= 0.95 and row.right
         assert (row.new_tokens, row.cached_tokens, row.total_bytes) == (3, 36, rig.total_bytes)
@@ -369,6 +423,7 @@ def test_rows_say_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.50 MISSED" in out and "1.250 MISSED" in out and "1000000.00 met" in out and "memcpy (load)" in out
     assert "NO: output" in out and "left out: that: no reason" in out and LAUNCHES not in out
     assert auto.name == "tiny, S=3, cached 36, auto: cpu"
+    assert replace_row(auto, placement="together").name == "tiny, S=3, cached 36, busy together, auto: cpu"
 
 
 def replace_row(row: Any, **more: Any) -> Any:
@@ -380,6 +435,7 @@ def replace_row(row: Any, **more: Any) -> Any:
 ON_CPU = ["--device", "cpu", "--repeats", "2"]
 
 
+@needs_two
 def test_layerwise_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_turns: None) -> None:
     data, picture = tmp_path / "out.json", tmp_path / "out.png"
     words = ["--model", "llama8b", "small", "--tokens", "5", "--cached", "64", "128", "--paths", "auto", "mapped"]
@@ -391,17 +447,41 @@ def test_layerwise_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], qu
     assert picture.read_bytes().startswith(b"\x89PNG")
     got = json.loads(data.read_text())
     want = [
-        (model, cached, new, busy, path)
+        (model, cached, new, placement, path)
         for model in ("llama8b", "small")
         for cached in (64, 128)
         for new in (5,)
-        for busy in (False, True)
+        for placement in (None, "apart")
         for path in ("auto: cpu", LAUNCHES, "load, then forward")
     ]
-    fields = ("model", "cached_tokens", "new_tokens", "busy", "path")
+    fields = ("model", "cached_tokens", "new_tokens", "placement", "path")
     assert [tuple(row[f] for f in fields) for row in got["rows"]] == want
     assert all(row["exact"] and row["output"] == "same" and row["verdicts"] == [] for row in got["rows"])
     assert got["limits_gbps"]["load"]["median"] > 0 and len(got["skipped"]) == 2
+
+
+@needs_two
+def test_the_script_beside_a_busy_thread(tmp_path: Path, capsys: pytest.CaptureFixture[str], quick_turns: None) -> None:
+    data = tmp_path / "out.json"
+    words = ["--tokens", "2", "--cached", "64", "--busy", "--placement", *PLACEMENTS, "--json", str(data)]
+    before = os.sched_getaffinity(0)
+    assert bench_layerwise.main([*ON_CPU, *words, "--plot", str(tmp_path / "out.png")]) == 0
+    assert os.sched_getaffinity(0) == before and not is_busy()
+    out, rows = capsys.readouterr().out, json.loads(data.read_text())["rows"]
+    assert [row["placement"] for row in rows] == list(PLACEMENTS)
+    assert all(row["exact"] and row["output"] == "same" and row["repeats"] == 2 for row in rows)
+    assert all(f"2, busy {placement}" in out for placement in PLACEMENTS)
+
+
+def test_a_placement_that_cant_be_is_exit_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        with pytest.raises(SystemExit) as end:
+            bench_layerwise.main([*ON_CPU, "--busy"])
+    finally:
+        os.sched_setaffinity(0, before)
+    assert end.value.code == 2 and "at least 2 processors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -413,6 +493,8 @@ def test_layerwise_script(tmp_path: Path, capsys: pytest.CaptureFixture[str], qu
         (["--cached", "0"], "multiples of --page-size"),
         (["--model", "huge"], "invalid choice: 'huge'"),
         (["--busy", "never"], "invalid choice"),
+        (["--busy", "--placement", "near"], "invalid choice: 'near'"),
+        (["--placement", "apart"], "expected --busy as well"),
         (["--repeats", "0"], "expected at least 1"),
     ],
 )
@@ -435,29 +517,47 @@ def test_a_wrong_byte_is_exit_status_1(
     assert "wrong bytes: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("beside", [[], pytest.param(["--busy"], marks=needs_two)])
 @pytest.mark.parametrize("measured", [0, 1])
 def test_ctrl_c_shows_what_was_measured_until_then(
-    measured: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    measured: int,
+    beside: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    quick_turns: None,
 ) -> None:
     seen: list[int] = []
+    spinners: list[int] = []
 
-    def split(forward: Forward, x: torch.Tensor, busy: bool) -> Split:
+    def split(forward: Forward, x: torch.Tensor, placement: Placement | None) -> Split:
         if len(seen) == measured:
             signal.raise_signal(signal.SIGINT)
         seen.append(x.shape[0])
-        return split_of(forward, x, busy)
+        return split_of(forward, x, placement)
+
+    @contextmanager
+    def awake(placement: Placement | None) -> Iterator[None]:
+        with kept_awake(placement) as made:
+            spinners.extend(made)
+            yield
 
     monkeypatch.setattr(bench_layerwise, "split_of", split)
+    monkeypatch.setattr(bench_layerwise, "kept_awake", awake)
     before, files = signal.signal(signal.SIGINT, signal.default_int_handler), ["--json", "a", "--plot", "b"]
     words = [str(tmp_path / word) if "-" not in word else word for word in files]
     try:
-        assert bench_layerwise.main([*ON_CPU, "--tokens", "2", "3", "--cached", "64", *words]) == 130
+        assert bench_layerwise.main([*ON_CPU, "--tokens", "2", "3", "--cached", "64", *words, *beside]) == 130
     finally:
         signal.signal(signal.SIGINT, before)
     assert "left out: the rest: interrupted" in capsys.readouterr().out
     got = json.loads((tmp_path / "a").read_text())
     assert [row["new_tokens"] for row in got["rows"]] == [2][:measured] and all(row["exact"] for row in got["rows"])
     assert (tmp_path / "b").exists() == bool(measured)
+    assert bool(spinners) == bool(beside)
+    for spinner in spinners:
+        with pytest.raises(ProcessLookupError):
+            os.kill(spinner, 0)
 
 
 def test_an_output_that_differs_is_exit_status_1(
