@@ -135,7 +135,8 @@ class PrefixCache:
     ) -> Any:
         """``model.generate(ids, **options)``, without computing what the cache has. The same result.
 
-        ids      (rows, tokens), several prompts padded on the left with their ``attention_mask``; or lists of ids
+        ids      (rows, tokens), several prompts padded on the left with their ``attention_mask``; a list of ids, which
+                 is one prompt; or lists of ids
         inspect  see `Inspect`
         store    keep what is new; False for what nobody will ask again
 
