@@ -148,6 +148,11 @@ class KVPool:
                 f"it. Declare it with pool.declare_stream(stream)"
             )
 
+    @property
+    def free_page_count(self) -> int:
+        """Pages that `allocate_pages` would give out now."""
+        return self._pages.free_slots
+
     def allocate_pages(self, count: int) -> NDArray[np.int64]:
         """``count`` free page ids, in runs where it can; CapacityError when there are fewer."""
         with self._lock:

@@ -131,6 +131,7 @@ def test_buffers_that_do_not_fit_the_layout_are_refused() -> None:
 def test_page_ids_are_given_out_once_and_named_when_freed_wrongly() -> None:
     pool = KVPool.allocate("page_first", spec=TINY, num_pages=9, name="gpu0")
     a, b = pool.allocate_pages(4), pool.allocate_pages(5)
+    assert pool.free_page_count == 0
     assert a.dtype == np.int64 and a.base is None and sorted([*a.tolist(), *b.tolist()]) == list(range(9))
     with pytest.raises(CapacityError, match="expected 1 free gpu0 pages, got 0 of 9"):
         pool.allocate_pages(1)
@@ -142,6 +143,7 @@ def test_page_ids_are_given_out_once_and_named_when_freed_wrongly() -> None:
     with pytest.raises(LayoutError, match="gpu0 page ids: expected 0 to 8, got 9 at position 1"):
         pool.free_pages([int(a[2]), 9])
     pool.free_pages(torch.from_numpy(a[2:]))
+    assert pool.free_page_count == 4
     assert pool.allocate_pages(4).size == 4
 
 

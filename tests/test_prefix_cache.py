@@ -370,8 +370,12 @@ def test_refusals(llama: tuple[PrefixCache, Any]) -> None:
     for bad, said in (([], "at least one prompt"), ([[1], []], "a token in each"), (torch.ones(3), "rows, columns")):
         with pytest.raises(ConfigError, match=said):
             prefixes.generate(model, bad, max_new_tokens=2)
-    with pytest.raises(CapacityError, match="make it larger"):
+    with pytest.raises(CapacityError) as small:
         prefixes.generate(model, rows, max_new_tokens=2040)
+    assert str(small.value) == (
+        "pool: expected 517 free pages for 2 sequences of up to 2070 tokens, got 256 of 256; "
+        "make it larger (pool_tokens), or the batch smaller"
+    )
     free = len(prefixes.pool.allocate_pages(prefixes.pool.num_pages))
     assert free == 256, "a refused call kept pages"
 

@@ -264,9 +264,13 @@ class PrefixCache:
             except CapacityError as error:
                 if not self._reap(wait=True):
                     cache.release()
+                    pages = sum(
+                        table.pages_for(columns - pad) for pad, table in zip(batch.pads, cache.tables, strict=True)
+                    )
                     raise CapacityError(
-                        f"pool: expected room for {len(batch.rows)} sequences of {columns} tokens, got {error}; "
-                        "make it larger (pool_tokens), or the batch smaller"
+                        f"pool: expected {pages} free pages for {len(batch.rows)} sequences of up to {columns} tokens, "
+                        f"got {self.pool.free_page_count} of {self.pool.num_pages}; make it larger (pool_tokens), or "
+                        "the batch smaller"
                     ) from error
 
     def forward(self, model: PreTrainedModel, run: PrefixRun, options: dict[str, Any]) -> Any:
