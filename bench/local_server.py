@@ -2,7 +2,8 @@
 
     python bench/local_server.py --random-weights --port 8000
 
-For trying out `kvtransfer verify` and bench_serving.py where there is no engine. One request at a time.
+For trying out `kvtransfer verify` and bench_serving.py where there is no engine. One request at a time. A request
+that says no temperature is answered greedily too; one that says another than 0 is refused.
 GET /kvtransfer says what its cache counts, which real servers don't; with "kv_digests": true an answer brings digests
 of the prompt's KV. POST /flush_cache or /reset_prefix_cache empties what the engine itself keeps.
 """
@@ -58,7 +59,7 @@ class OpenAIRequest(Struct):
 
     prompt: Prompt
     max_tokens: int = 16
-    temperature: float = 1.0
+    temperature: float | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     logprobs: int | None = None
@@ -69,7 +70,7 @@ class OpenAIRequest(Struct):
 
 class _Sampling(Struct):
     max_new_tokens: int = 128
-    temperature: float = 1.0
+    temperature: float | None = None
     ignore_eos: bool = False
 
 
@@ -317,8 +318,9 @@ class _Words:
         return new
 
 
-def _require_greedy(temperature: float) -> None:
-    if temperature != 0:
+def _require_greedy(temperature: float | None) -> None:
+    """Whoever names none takes what a server does by itself, and this one can do nothing else."""
+    if temperature:
         raise ConfigError(f"temperature: expected 0 (this server decodes greedily), got {temperature}")
 
 
