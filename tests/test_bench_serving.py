@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import redis
 import report
 import torch
 from bench_serving import Row
-from local_server import serving
+from local_server import LocalServer, serving
 from raw_server import Answer, plain, raw_server, stream
 from rich.console import Console
 from serving_load import Shot, drive, figures
@@ -309,6 +310,53 @@ def test_a_server_that_closes_waits_for_what_it_computes() -> None:
         client.abort()
     sender.join()
     assert engine.running == 0
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"POST /gene",
+        b"POST /generate HTTP/1.1\r\nContent-Length: 40\r\n",
+        b"POST /generate HTTP/1.1\r\nContent-Length: 40\r\n\r\n{",
+    ],
+)
+def test_a_server_that_closes_does_not_wait_for_who_says_nothing(said: bytes) -> None:
+    """Nor for the rest of what somebody began to say: a minute would pass before such a request is given up."""
+    server = LocalServer(Clockwork())
+    with socket.create_connection(address_of(server)) as silent:
+        silent.sendall(said)
+        ServerClient(server.url)  # answered: the connection before it was accepted
+        started = time.perf_counter()
+        server.close()
+        assert time.perf_counter() - started < 5
+
+
+def test_a_server_that_closes_does_not_wait_for_who_does_not_listen(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stream that nobody reads stops once the connection is full; it is broken off, and its thread ends."""
+
+    class Loud(Clockwork):
+        first_s = next_s = 0.0
+
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return "x" * (len(ids) << 20)
+
+    engine = Loud()
+    server = LocalServer(engine, linger_s=0.1)
+    with socket.create_connection(address_of(server)) as deaf:
+        body = b'{"text": "abc", "stream": true, "sampling_params": {"max_new_tokens": 40}}'
+        deaf.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        deaf.recv(1)
+        started = time.perf_counter()
+        server.close()
+        assert time.perf_counter() - started < 5 and engine.running == 0 and len(engine.begun) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def address_of(server: LocalServer) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
 
 
 def test_a_local_server_finds_its_disk_again(tmp_path: Path) -> None:
