@@ -29,7 +29,7 @@ from report import checked, parser, print_table, write_content
 from serving_load import Figures, Shot, drive, figures
 from serving_local import ABLATIONS, LocalOptions, served
 
-from kvtransfer.kernels.errors import KVTransferError
+from kvtransfer.kernels.errors import ConfigError, KVTransferError
 from kvtransfer.link_report import require_matplotlib
 from kvtransfer.prompts import NamedPrompt, read_prompts, shipped_prompts
 from kvtransfer.server_client import ServerClient
@@ -197,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--ablation", nargs="+", choices=ABLATIONS, help="local: which tiers, one after the other")
     out.add_argument("--page-size", type=int, default=16, help="local: tokens a page")
     out.add_argument("--host-pages", type=int, default=4096, help="local: pages of the host tier")
-    out.add_argument("--disk", type=Path, help="local: folder on the disk (a temporary one)")
+    out.add_argument("--disk", type=Path, help="local: folder on the disk, made if need be (a temporary one)")
     out.add_argument("--disk-gb", type=float, default=1.0, help="local")
     out.add_argument("--redis", help="local: redis://host:port of the remote tier")
     out.add_argument("--csv", type=Path, help="write the rows to this file")
@@ -236,8 +236,6 @@ def check(out: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.ablation = args.ablation or ["none", "host"]
     if args.url is None and any("remote" in case for case in args.ablation) and args.redis is None:
         out.error("--ablation host+disk+remote: expected --redis redis://host:port")
-    if args.disk is not None and not args.disk.is_dir():
-        out.error(f"--disk {args.disk}: expected a folder that exists")
 
 
 def write(args: argparse.Namespace, device: torch.device, rows: Sequence[Row], prompts: int) -> None:
@@ -270,8 +268,13 @@ def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torc
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """A folder of this run alone, on the disk that is meant."""
-    folder = Path(tempfile.mkdtemp(prefix="kvtransfer-bench-", dir=given))
+    """A folder of this run alone, on the disk that is meant; what it lies in is made, and left."""
+    try:
+        if given is not None:
+            given.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="kvtransfer-bench-", dir=given))
+    except OSError as error:
+        raise ConfigError(f"--disk {given}: expected a folder, there or to be made, got {error}") from error
     try:
         yield folder
     finally:

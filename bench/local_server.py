@@ -369,7 +369,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--cache", choices=ABLATIONS, default="host", help="which tiers there are")
     out.add_argument("--page-size", type=int, default=16)
     out.add_argument("--host-pages", type=int, default=4096)
-    out.add_argument("--disk", type=Path, default=Path("kvtransfer-disk"), help="folder of the disk tier")
+    out.add_argument(
+        "--disk", type=Path, default=Path("kvtransfer-disk"), help="folder of the disk tier, made if need be"
+    )
     out.add_argument("--disk-gb", type=float, default=1.0)
     out.add_argument("--redis", help="redis://host:port of the remote tier")
     args = out.parse_args(argv)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_serving
+import local_server
 import numpy as np
 import pytest
 import redis
@@ -208,7 +209,6 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--seed", "-1"], "0 or more"),
         (["--settle-s", "nan"], "0 or more"),
         (["--ablation", "host+disk+remote"], "expected --redis"),
-        (["--disk", str(tmp_path / "no")], "folder that exists"),
         (["--url", "http://127.0.0.1:9"], "--random-weights"),
         *(([f"--{name}", str(tmp_path / "no" / "x")], "folder that exists") for name in ("csv", "json", "plot")),
         *(([f"--{name}", str(tmp_path)], "got a folder") for name in ("csv", "json", "plot")),
@@ -221,6 +221,28 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run("--disk-gb", "-1", "--ablation", "none", "host+disk") == 2
     assert "case" not in capsys.readouterr().out, "the first part was measured before the second was looked at"
     assert bench_serving.main(["--url", "http://127.0.0.1:9"]) == 2
+
+
+@pytest.mark.timeout(120)
+def test_the_folder_of_a_disk_tier_is_made(prompts: tuple[str, str], tmp_path: Path) -> None:
+    """As local_server.py makes it."""
+    folder, file = tmp_path / "new" / "disk", tmp_path / "out.json"
+    words = ["--ablation", "host+disk", "--disk-gb", "0.05", *prompts]
+    assert run(*words, "--disk", str(folder), "--json", str(file)) == 0
+    assert list(folder.iterdir()) == [], "what it filled is gone, what it was told is there"
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["case"] == "host+disk" and row["figures"]["failed"] == 0
+
+
+@pytest.mark.parametrize("program", [bench_serving.main, local_server.main])
+def test_a_folder_that_cannot_be_made_is_bad_input(
+    program: Callable[[list[str]], int], prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = ["--cache", "host+disk", "--port", "0"] if program is local_server.main else ["--ablation", "host+disk"]
+    for folder in (prompts[1], f"{prompts[1]}/below"):
+        assert program(["--random-weights", "--device", "cpu", "--disk-gb", "0.05", *case, "--disk", folder]) == 2
+        said = capsys.readouterr()
+        assert f"{folder}" in said.err and "expected a folder, there or to be made, got" in said.err and not said.out
 
 
 TWO = {"max_new_tokens": 5, "concurrency": 2}
