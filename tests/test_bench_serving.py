@@ -397,6 +397,20 @@ def test_a_local_server_finds_its_disk_again(tmp_path: Path) -> None:
     assert cached == [0, len(TEXTS[1]) // 16 * 16] and len(list((tmp_path / "host-disk").iterdir())) == 1
 
 
+def test_a_stored_page_is_counted_once_whatever_tiers_have_it(tmp_path: Path) -> None:
+    """Neither its way down to the disk counts, nor its way back to a host tier that had no room for it any more."""
+    options = LocalOptions(torch.device("cpu"), None, True, 16, 8, tmp_path, 0.05, None, fresh=True)
+    with closing(served(options, ["host+disk"])) as servers:
+        client = ServerClient(next(servers)[1])
+        counts = []
+        for text, cached in (("abcd", 0), ("efgh", 0), ("ijkl", 0), ("abcd", 63), ("abcd", 63)):
+            assert client.complete(text * 16, 2).cached_tokens == cached
+            client.flush()  # waits for stores
+            info = client.info() or {}
+            counts.append((info["stored_pages"], info["loaded_pages"]))
+    assert counts == [(4, 0), (8, 0), (12, 0), (12, 4), (12, 8)] and info["failed_pages"] == 0
+
+
 def test_a_narrow_terminal_loses_no_figures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
