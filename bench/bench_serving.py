@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import shutil
 import signal
 import sys
@@ -184,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = parser(__doc__)
     out.add_argument("--url", help="of a server; a local model unless given")
     out.add_argument("--api", choices=("openai", "sglang"), help="found out unless given")
+    out.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="of the server: a bearer token ($OPENAI_API_KEY)"
+    )
     out.add_argument("--model", help="of the server: its name; local: folder, GGUF file or id (SmolLM2-135M)")
     out.add_argument("--random-weights", action="store_true", help="local: a tiny random model")
     out.add_argument("--prompts", type=Path, help="JSONL or ShareGPT; nine texts of the project unless given")
@@ -253,7 +257,9 @@ def write(args: argparse.Namespace, device: torch.device, rows: Sequence[Row], p
 
 def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torch.device) -> Iterator[Row]:
     if args.url is not None:
-        client = ServerClient(args.url, api=args.api, model=args.model, flush_path=args.flush_path)
+        client = ServerClient(
+            args.url, api=args.api, model=args.model, flush_path=args.flush_path, api_key=args.api_key or None
+        )
         yield measure("server", client, prompts, args)
         return
     with _folder(args.disk) as folder:
