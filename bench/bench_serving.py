@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import shutil
 import signal
 import sys
@@ -29,7 +30,7 @@ from report import checked, parser, print_table, write_content
 from serving_load import Figures, Shot, drive, figures
 from serving_local import ABLATIONS, LocalOptions, served
 
-from kvtransfer.kernels.errors import KVTransferError
+from kvtransfer.kernels.errors import ConfigError, KVTransferError
 from kvtransfer.link_report import require_matplotlib
 from kvtransfer.prompts import NamedPrompt, read_prompts, shipped_prompts
 from kvtransfer.server_client import ServerClient
@@ -184,6 +185,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = parser(__doc__)
     out.add_argument("--url", help="of a server; a local model unless given")
     out.add_argument("--api", choices=("openai", "sglang"), help="found out unless given")
+    out.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="of the server: a bearer token ($OPENAI_API_KEY)"
+    )
     out.add_argument("--model", help="of the server: its name; local: folder, GGUF file or id (SmolLM2-135M)")
     out.add_argument("--random-weights", action="store_true", help="local: a tiny random model")
     out.add_argument("--prompts", type=Path, help="JSONL or ShareGPT; nine texts of the project unless given")
@@ -197,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--ablation", nargs="+", choices=ABLATIONS, help="local: which tiers, one after the other")
     out.add_argument("--page-size", type=int, default=16, help="local: tokens a page")
     out.add_argument("--host-pages", type=int, default=4096, help="local: pages of the host tier")
-    out.add_argument("--disk", type=Path, help="local: folder on the disk (a temporary one)")
+    out.add_argument("--disk", type=Path, help="local: folder on the disk, made if need be (a temporary one)")
     out.add_argument("--disk-gb", type=float, default=1.0, help="local")
     out.add_argument("--redis", help="local: redis://host:port of the remote tier")
     out.add_argument("--csv", type=Path, help="write the rows to this file")
@@ -236,8 +240,6 @@ def check(out: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     args.ablation = args.ablation or ["none", "host"]
     if args.url is None and any("remote" in case for case in args.ablation) and args.redis is None:
         out.error("--ablation host+disk+remote: expected --redis redis://host:port")
-    if args.disk is not None and not args.disk.is_dir():
-        out.error(f"--disk {args.disk}: expected a folder that exists")
 
 
 def write(args: argparse.Namespace, device: torch.device, rows: Sequence[Row], prompts: int) -> None:
@@ -255,7 +257,9 @@ def write(args: argparse.Namespace, device: torch.device, rows: Sequence[Row], p
 
 def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torch.device) -> Iterator[Row]:
     if args.url is not None:
-        client = ServerClient(args.url, api=args.api, model=args.model, flush_path=args.flush_path)
+        client = ServerClient(
+            args.url, api=args.api, model=args.model, flush_path=args.flush_path, api_key=args.api_key or None
+        )
         yield measure("server", client, prompts, args)
         return
     with _folder(args.disk) as folder:
@@ -270,8 +274,13 @@ def _rows(args: argparse.Namespace, prompts: Sequence[NamedPrompt], device: torc
 
 @contextmanager
 def _folder(given: Path | None) -> Iterator[Path]:
-    """A folder of this run alone, on the disk that is meant."""
-    folder = Path(tempfile.mkdtemp(prefix="kvtransfer-bench-", dir=given))
+    """A folder of this run alone, on the disk that is meant; what it lies in is made, and left."""
+    try:
+        if given is not None:
+            given.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="kvtransfer-bench-", dir=given))
+    except OSError as error:
+        raise ConfigError(f"--disk {given}: expected a folder, there or to be made, got {error}") from error
     try:
         yield folder
     finally:

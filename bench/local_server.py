@@ -2,7 +2,8 @@
 
     python bench/local_server.py --random-weights --port 8000
 
-For trying out `kvtransfer verify` and bench_serving.py where there is no engine. One request at a time.
+For trying out `kvtransfer verify` and bench_serving.py where there is no engine. One request at a time. A request
+that says no temperature is answered greedily too; one that says another than 0 is refused.
 GET /kvtransfer says what its cache counts, which real servers don't; with "kv_digests": true an answer brings digests
 of the prompt's KV. POST /flush_cache or /reset_prefix_cache empties what the engine itself keeps.
 """
@@ -10,11 +11,12 @@ of the prompt's KV. POST /flush_cache or /reset_prefix_cache empties what the en
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,7 +60,7 @@ class OpenAIRequest(Struct):
 
     prompt: Prompt
     max_tokens: int = 16
-    temperature: float = 1.0
+    temperature: float | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     logprobs: int | None = None
@@ -69,7 +71,7 @@ class OpenAIRequest(Struct):
 
 class _Sampling(Struct):
     max_new_tokens: int = 128
-    temperature: float = 1.0
+    temperature: float | None = None
     ignore_eos: bool = False
 
 
@@ -85,8 +87,33 @@ class SGLangRequest(Struct):
     kv_digests: bool = False
 
 
+class _Http(ThreadingHTTPServer):
+    """Knows its open connections."""
+
+    daemon_threads = False  # closing waits for them: a model that computes outlives no interpreter
+
+    def __init__(self, *words: Any) -> None:
+        self._open: set[socket.socket] = set()
+        super().__init__(*words)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.discard(request)
+        super().shutdown_request(request)
+
+    def hang_up(self, how: int) -> None:
+        """Of all that are open: SHUT_RD, nothing more is read from them; SHUT_RDWR, nor written."""
+        for sock in list(self._open):
+            with suppress(OSError):  # it has just ended
+                sock.shutdown(how)
+
+
 class LocalServer:
     """Serves ``engine`` on the loopback interface until `close`. ``port`` 0: a free one; ``apis``: which are spoken.
+    ``linger_s``: how long `close` lets answers go on.
 
     Raises ConfigError on a port that can't be had."""
 
@@ -97,24 +124,32 @@ class LocalServer:
         port: int = 0,
         apis: Apis = ("openai", "sglang"),
         info: Callable[[], dict[str, int]] = dict,
+        linger_s: float = 10.0,
     ) -> None:
         class Handler(_Handler):
             pass
 
         Handler.engine, Handler.apis, Handler.info = engine, apis, staticmethod(info)
+        self._linger_s = linger_s
         try:
-            self._http = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+            self._http = _Http(("127.0.0.1", port), Handler)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"port: expected a free one of 0..65535, got {port}: {error}") from error
-        self._http.daemon_threads = False  # `close` waits for them: a model that computes outlives no interpreter
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), name="local-server", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Wait for requests that are under way."""
+        """End connections whose request has not come in full; wait for the others' answers. After ``linger_s`` those
+        are broken off too: a stream ends there, and an answer in one piece is computed, but not sent."""
         self._http.shutdown()
-        self._http.server_close()
+        self._http.hang_up(socket.SHUT_RD)
+        late = threading.Timer(self._linger_s, self._http.hang_up, [socket.SHUT_RDWR])
+        late.start()
+        try:
+            self._http.server_close()
+        finally:
+            late.cancel()
         self._thread.join()
 
 
@@ -138,6 +173,10 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: whoever asks sees the answer."""
 
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # whoever asked has gone
+            super().handle()
+
     def do_GET(self) -> None:
         if self.path == "/v1/models" and "openai" in self.apis:
             self._answer({"object": "list", "data": [{"id": MODEL_NAME, "object": "model"}]})
@@ -150,12 +189,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self._begun = False
-        try:
-            self._post()
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # whoever asked has gone
-
-    def _post(self) -> None:
         try:
             length = self.headers.get("Content-Length", "0")
             if not length.isdecimal():
@@ -317,8 +350,9 @@ class _Words:
         return new
 
 
-def _require_greedy(temperature: float) -> None:
-    if temperature != 0:
+def _require_greedy(temperature: float | None) -> None:
+    """Whoever names none takes what a server does by itself, and this one can do nothing else."""
+    if temperature:
         raise ConfigError(f"temperature: expected 0 (this server decodes greedily), got {temperature}")
 
 
@@ -335,7 +369,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.add_argument("--cache", choices=ABLATIONS, default="host", help="which tiers there are")
     out.add_argument("--page-size", type=int, default=16)
     out.add_argument("--host-pages", type=int, default=4096)
-    out.add_argument("--disk", type=Path, default=Path("kvtransfer-disk"), help="folder of the disk tier")
+    out.add_argument(
+        "--disk", type=Path, default=Path("kvtransfer-disk"), help="folder of the disk tier, made if need be"
+    )
     out.add_argument("--disk-gb", type=float, default=1.0)
     out.add_argument("--redis", help="redis://host:port of the remote tier")
     args = out.parse_args(argv)

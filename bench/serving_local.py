@@ -69,10 +69,11 @@ def _serve(
         if not more:
             return {}
         stats, tiers = more["cache"].stats(), more["cache"].tiers.stats().directory.tiers
+        fetched = sum(tier.counters.get("read", 0) for name, tier in tiers.items() if name != "host")
         return {
             "cached_tokens": stats.cached_tokens,
             "loaded_pages": stats.loaded_pages,
-            "stored_pages": tiers["host"].counters.get("written", 0),
+            "stored_pages": tiers["host"].counters.get("written", 0) - fetched,  # all that is fetched goes to the host
             "failed_pages": sum(tier.counters.get("failed", 0) for tier in tiers.values()),
         }
 

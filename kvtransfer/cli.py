@@ -108,6 +108,9 @@ def verify(
     file: Annotated[Path | None, typer.Option(help="Where baseline's answers are kept for test.")] = None,
     url: Annotated[str | None, typer.Option(help="A server, http://host:port; a local model unless given.")] = None,
     api: Annotated[Literal["openai", "sglang"] | None, typer.Option(help="Found out unless given.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", envvar="OPENAI_API_KEY", help="With --url: sent as a bearer token.")
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="As with demo; with --url the name that the server knows it by.")
     ] = None,
@@ -168,6 +171,7 @@ def verify(
         settle_s=settle_s,
         flush_path=flush_path,
         timeout_s=timeout_s,
+        api_key=api_key or None,
         flip_page=flip_page,
     )
     result = run_verify(options, Console(stderr=True, highlight=False))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -147,6 +148,11 @@ class KVPool:
                 f"it. Declare it with pool.declare_stream(stream)"
             )
 
+    @property
+    def free_page_count(self) -> int:
+        """Pages that `allocate_pages` would give out now."""
+        return self._pages.free_slots
+
     def allocate_pages(self, count: int) -> NDArray[np.int64]:
         """``count`` free page ids, in runs where it can; CapacityError when there are fewer."""
         with self._lock:
@@ -169,7 +175,13 @@ class KVPool:
         """[pages, tokens, heads, dim] of one component as ``dtype``: a strided view, nothing is copied. The same tensor
         at each call: whoever reads a pool asks for every layer in every forward.
 
-        Raises LayoutError where an axis is split over several strides or the bytes do not divide into ``dtype``.
+        layer      0 to ``spec.num_layers`` - 1
+        component  its name, or its place in the layer, from 0
+        dtype      of the model, or any other whose elements divide heads and strides: a spec knows bytes, not what they
+                   stand for. The last axis has as many elements as a head then holds; ``torch.uint8`` is the raw bytes
+
+        Raises LayoutError for a layer, a component or a dtype that is not there, where the bytes do not divide into
+        ``dtype``, and where an axis is split over several strides.
         """
         key = (layer, component, dtype)
         if key not in self._views:
@@ -177,10 +189,22 @@ class KVPool:
         return self._views[key]
 
     def _view(self, layer: int, component: int | str, dtype: torch.dtype) -> torch.Tensor:
+        if not isinstance(layer, SupportsIndex) or not 0 <= index(layer) < self.spec.num_layers:
+            raise LayoutError(f"layer: expected 0 to {self.spec.num_layers - 1}, got {layer!r}")
         components = self.spec.layers[layer]
-        index = component if isinstance(component, int) else [c.name for c in components].index(component)
-        c, place = components[index], self.layout.placements[layer][index]
+        names = [c.name for c in components]
+        at = names.index(component) if component in names else component
+        if not isinstance(at, SupportsIndex) or not 0 <= index(at) < len(components):
+            known = f"{', '.join(map(repr, names))} or 0 to {len(components) - 1}"
+            raise LayoutError(f"component of layer {layer}: expected {known}, got {component!r}")
+        if not isinstance(dtype, torch.dtype):
+            raise LayoutError(f"dtype: expected a torch.dtype, got {dtype!r}")
+        c, place = components[at], self.layout.placements[layer][at]
         size = dtype.itemsize
+        if c.head_bytes % size:
+            raise LayoutError(
+                f"dtype: expected elements that divide heads of {c.head_bytes} bytes, got {dtype} of {size} bytes"
+            )
         dims: list[tuple[int, int]] = [(self.num_pages, place.page_stride)]
         for axis, extent in ((place.token, c.rows(self.spec.page_size)), (place.head, c.heads)):
             split = [d for d in axis if d[0] > 1]

@@ -7,6 +7,7 @@ for it, and a line of a stream is handed over when it arrives, so that times are
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -28,6 +29,8 @@ FLUSH_PATHS: dict[Api, tuple[str, ...]] = {
 _OWN_INFO = "/kvtransfer"  # answered by servers that can say digests
 _BUSY = (200, 400)  # of a flush that was not done: vLLM's and SGLang's
 _BUSY_S = 10.0  # for requests and stores to end that hold what is to be flushed
+_SAID = 1 << 16  # bytes that are read of why a request was refused
+_LOCKED = (401, 403)
 _TooMuch = (400, 422)  # a server that refuses fields it does not know
 _T = TypeVar("_T")
 _A = TypeVar("_A", OpenAIAnswer, SGLangAnswer)
@@ -41,8 +44,9 @@ class ServerClient:
     model       name that OpenAI's API wants; None: the first that the server lists
     timeout_s   of each wait for bytes
     flush_path  that empties the engine's own prefix cache; None: what the two kinds of server use
+    api_key     sent with every request, as a bearer token; no message shows it
 
-    Raises ServerError if the server does not answer, ConfigError for a URL that is none.
+    Raises ServerError if the server does not answer, ConfigError for a URL or a key that is none.
     """
 
     def __init__(
@@ -61,8 +65,13 @@ class ServerClient:
         self._open_sockets: set[socket.socket] = set()
         self._aborts = 0
         self._headers = {"Content-Type": "application/json"}
+        self._key: bytes | None = None
         if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+            if not re.fullmatch(r"[!-~]+", api_key):  # http.client would refuse it too, and show it
+                raise ConfigError(
+                    "api_key (--api-key, OPENAI_API_KEY): expected ASCII without spaces, got something else"
+                )
+            self._key, self._headers["Authorization"] = api_key.encode(), f"Bearer {api_key}"
         self.api: Api = self._find_api() if api is None else api
         self._flush_paths = FLUSH_PATHS[self.api] if flush_path is None else ("/" + flush_path.lstrip("/"),)
         self.model = self._find_model() if model is None and self.api == "openai" else model
@@ -149,7 +158,7 @@ class ServerClient:
         """Why the cache was not emptied; None if it was."""
         try:
             with self._open("POST", path, {}) as answer:
-                data = answer.read()
+                data = self._without_key(answer.read())
         except ServerError as error:
             return error
         try:
@@ -160,11 +169,21 @@ class ServerClient:
         return ServerError(f"{self.url}{path}: expected the cache to be emptied, got {data[:200]!r}", 200)
 
     def _find_api(self) -> Api:
-        if self._status("/get_model_info") == 200 or self._status("/model_info") == 200:
-            return "sglang"
-        if self._status("/v1/models") == 200:
-            return "openai"
-        raise ServerError(f"{self.url}: expected an OpenAI-style or SGLang-style server, got neither; give --api", 404)
+        known: dict[str, Api] = {"/get_model_info": "sglang", "/model_info": "sglang", "/v1/models": "openai"}
+        locked: ServerError | None = None
+        for path, api in known.items():
+            try:
+                with self._open("GET", path, None) as answer:
+                    answer.read()
+                    if answer.status == 200:
+                        return api
+            except ServerError as error:
+                if error.status is None:
+                    raise
+                locked = error if error.status in _LOCKED else locked
+        raise locked or ServerError(
+            f"{self.url}: expected an OpenAI-style or SGLang-style server, got neither; give --api", 404
+        )
 
     def _find_model(self) -> str:
         with self._open("GET", "/v1/models", None) as answer:
@@ -181,7 +200,7 @@ class ServerClient:
             if not stream:
                 yield time.perf_counter() - started, self._decode(answer.read(), kind, path)
                 return
-            while line := answer.readline():
+            while line := self._without_key(answer.readline()):
                 at, last = time.perf_counter() - started, line.strip() or last
                 if line.startswith(b"error:"):  # llama.cpp's; a [DONE] follows
                     said = line[:500].decode(errors="replace").strip()
@@ -197,16 +216,6 @@ class ServerClient:
                 raise ServerError(
                     f"{self.url}{path}: expected a stream up to its end, but it broke off after {last[:200]!r}"
                 )
-
-    def _status(self, path: str) -> int:
-        try:
-            with self._open("GET", path, None) as answer:
-                answer.read()
-                return answer.status
-        except ServerError as error:
-            if error.status is None:
-                raise
-            return error.status
 
     @contextmanager
     def _open(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
@@ -226,7 +235,8 @@ class ServerClient:
             connection.request(method, self._base + path, body=data, headers=self._headers)
             answer = connection.getresponse()
             if answer.status >= 300:
-                said = answer.read(500).decode(errors="replace").strip()
+                said = self._without_key(answer.read(_SAID)).decode(errors="replace")[:500].strip()
+                said += "; it wants an --api-key, or another one" if answer.status in _LOCKED else ""
                 raise ServerError(f"{self.url}{path}: expected status 200, got {answer.status}: {said}", answer.status)
             yield answer
         except (OSError, http.client.HTTPException) as error:
@@ -235,7 +245,12 @@ class ServerClient:
             self._open_sockets.discard(sock)
             connection.close()
 
+    def _without_key(self, said: bytes) -> bytes:
+        """What a server says: there are some that repeat what they were sent."""
+        return said if self._key is None else said.replace(self._key, b"***")
+
     def _decode(self, data: bytes, kind: type[_T], path: str) -> _T:
+        data = self._without_key(data)
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:

@@ -50,12 +50,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Report:
-    """All requests of the test phase. ``allow_near_ties``: those are shown, and not counted."""
+    """All requests of the test phase. ``allow_near_ties``: those are shown, and not counted. ``reference``: which
+    answers of the baseline those after the flush were compared with; cold ones are always compared with cold ones."""
 
     target: str
     requests: list[Request]
     allow_near_ties: bool = False
     counts: list[str] = field(default_factory=list)
+    reference: Reference = "cold"
 
     @property
     def mismatches(self) -> list[Mismatch]:
@@ -73,10 +75,19 @@ class Report:
 
     def hits(self, run: str) -> tuple[int, int] | None:
         """(cached, prompt) tokens of a run; None where the server does not say."""
-        told = [(r.got.cached_tokens, r.got.prompt_tokens) for r in self.requests if r.run == run]
-        if not told or any(cached is None or tokens is None for cached, tokens in told):
-            return None
-        return sum(c or 0 for c, _ in told), sum(t or 0 for _, t in told)
+        return _hits([r.got for r in self.requests if r.run == run])
+
+    @property
+    def baseline_hits(self) -> tuple[int, int] | None:
+        """The same of the baseline's cold answers."""
+        return _hits([r.expected for r in self.requests if r.run == COLD])
+
+
+def _hits(answers: Sequence[Completion]) -> tuple[int, int] | None:
+    told = [(answer.cached_tokens, answer.prompt_tokens) for answer in answers]
+    if not told or any(cached is None or tokens is None for cached, tokens in told):
+        return None
+    return sum(c or 0 for c, _ in told), sum(t or 0 for _, t in told)
 
 
 def record(target: Target, prompts: Sequence[NamedPrompt], max_new_tokens: int, say: Say) -> Baseline:
@@ -137,7 +148,7 @@ def replay(
             near_tie=near_tie,
         )
         requests.append(Request(entry.name, FLUSHED, expected, got, wrong))
-    return Report(target.name, requests, allow_near_ties, target.counts())
+    return Report(target.name, requests, allow_near_ties, target.counts(), reference)
 
 
 def _pages(digests: KVDigests | None, cached_tokens: int | None) -> int:

@@ -57,7 +57,7 @@ class LocalTarget:
             return []
         stats = self._prefixes.stats()
         return [
-            f"stored: {stats.stored_pages:,} pages, not stored: {stats.lost_pages:,}; "
+            f"stored, or there already: {stats.stored_pages:,} pages of all answers, not stored: {stats.lost_pages:,}; "
             f"forwards done again because a page failed: {stats.retries:,}"
         ]
 

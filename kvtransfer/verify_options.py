@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +38,7 @@ class VerifyOptions:
     settle_s: float = 1.0
     flush_path: str | None = None
     timeout_s: float = 600.0
+    api_key: str | None = field(default=None, repr=False)
     flip_page: int | None = None
 
     def check(self) -> None:

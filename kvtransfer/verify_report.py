@@ -28,8 +28,16 @@ def print_report(report: Report, console: Console, *, explain: bool = False) -> 
         result = "same" if request.mismatch is None else request.mismatch.kind.value
         table.add_row(escape(request.prompt), request.run, *counts, known, result)
     console.print(table)
+    console.print(
+        f"{COLD}: compared with the baseline's cold answers; {FLUSHED}: with its {report.reference} ones",
+        markup=False,
+        soft_wrap=True,
+    )
     for run in (COLD, FLUSHED):
         console.print(f"hit rate, {run}: {_rate(report.hits(run))}", markup=False)
+    for whose, hits in (("the baseline's", report.baseline_hits), ("the test's", report.hits(COLD))):
+        if hits is not None and hits[0]:
+            console.print(_not_cold(whose, hits), markup=False, soft_wrap=True)
     for line in report.counts:
         console.print(line, markup=False)
     hits = report.hits(FLUSHED)
@@ -59,6 +67,14 @@ def _explained(request: Request, mismatch: Mismatch) -> str:
             best = ", ".join(f"{token!r} {logprob:.4f}" for token, logprob in (answer.tops[at : at + 1] or [[]])[0])
             lines.append(f"  {name} from token {max(0, at - 3)}: {around}; best at {at}: {best or 'unknown'}")
     return "\n".join(lines)
+
+
+def _not_cold(whose: str, hits: tuple[int, int]) -> str:
+    """The engine's own cache was empty: another one had it, whose faults are in those answers too."""
+    return (
+        f"{whose} cold answers were not all cold: {_rate(hits)} came from a cache that outlives the flush, where an "
+        "earlier run, or a prompt that begins alike, had left them"
+    )
 
 
 def _rate(hits: tuple[int, int] | None) -> str:

@@ -45,6 +45,7 @@ def run_verify(options: VerifyOptions, console: Console) -> Report | Baseline:
             model=options.model,
             flush_path=options.flush_path,
             timeout_s=options.timeout_s,
+            api_key=options.api_key,
         )
         target = ServerTarget(client)
         return _record(target, prompts, options, console) if known is None else _replay(target, known, options, console)

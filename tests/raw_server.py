@@ -33,9 +33,10 @@ def stream(*parts: bytes | str | float, chunked: bool = True, ended: bool = True
 
 
 class RawServer:
-    """``answers``: by path, or by method and path; one that is not there is 404. ``asked``: what came."""
+    """``answers``: by path, or by method and path; one that is not there is 404. ``asked``: what came. ``key``: who
+    does not show it is refused, and told what was shown."""
 
-    def __init__(self, answers: dict[str, Answer]) -> None:
+    def __init__(self, answers: dict[str, Answer], key: str | None = None) -> None:
         self.answers, self.asked = answers, []
         outer = self
 
@@ -46,6 +47,9 @@ class RawServer:
                 self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 outer.asked.append(f"{self.command} {self.path}")
                 given = outer.answers.get(outer.asked[-1], outer.answers.get(self.path, plain("no", "404 Not Found")))
+                shown = self.headers.get("Authorization")
+                if key is not None and shown != f"Bearer {key}":
+                    given = plain(f'{{"error": "no such key: {shown}"}}', "401 Unauthorized")
                 try:
                     for part in [given] if isinstance(given, bytes) else given:
                         if isinstance(part, float):
@@ -74,9 +78,9 @@ class RawServer:
 
 
 @contextmanager
-def raw_server(answers: dict[str, Answer]) -> Iterator[RawServer]:
+def raw_server(answers: dict[str, Answer], key: str | None = None) -> Iterator[RawServer]:
     """A `RawServer` for a while."""
-    server = RawServer(answers)
+    server = RawServer(answers, key)
     try:
         yield server
     finally:

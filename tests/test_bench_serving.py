@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import bench_serving
+import local_server
 import numpy as np
 import pytest
 import redis
 import report
 import torch
 from bench_serving import Row
-from local_server import serving
+from local_server import LocalServer, serving
 from raw_server import Answer, plain, raw_server, stream
 from rich.console import Console
 from serving_load import Shot, drive, figures
@@ -207,7 +209,6 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--seed", "-1"], "0 or more"),
         (["--settle-s", "nan"], "0 or more"),
         (["--ablation", "host+disk+remote"], "expected --redis"),
-        (["--disk", str(tmp_path / "no")], "folder that exists"),
         (["--url", "http://127.0.0.1:9"], "--random-weights"),
         *(([f"--{name}", str(tmp_path / "no" / "x")], "folder that exists") for name in ("csv", "json", "plot")),
         *(([f"--{name}", str(tmp_path)], "got a folder") for name in ("csv", "json", "plot")),
@@ -220,6 +221,28 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run("--disk-gb", "-1", "--ablation", "none", "host+disk") == 2
     assert "case" not in capsys.readouterr().out, "the first part was measured before the second was looked at"
     assert bench_serving.main(["--url", "http://127.0.0.1:9"]) == 2
+
+
+@pytest.mark.timeout(120)
+def test_the_folder_of_a_disk_tier_is_made(prompts: tuple[str, str], tmp_path: Path) -> None:
+    """As local_server.py makes it."""
+    folder, file = tmp_path / "new" / "disk", tmp_path / "out.json"
+    words = ["--ablation", "host+disk", "--disk-gb", "0.05", *prompts]
+    assert run(*words, "--disk", str(folder), "--json", str(file)) == 0
+    assert list(folder.iterdir()) == [], "what it filled is gone, what it was told is there"
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["case"] == "host+disk" and row["figures"]["failed"] == 0
+
+
+@pytest.mark.parametrize("program", [bench_serving.main, local_server.main])
+def test_a_folder_that_cannot_be_made_is_bad_input(
+    program: Callable[[list[str]], int], prompts: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = ["--cache", "host+disk", "--port", "0"] if program is local_server.main else ["--ablation", "host+disk"]
+    for folder in (prompts[1], f"{prompts[1]}/below"):
+        assert program(["--random-weights", "--device", "cpu", "--disk-gb", "0.05", *case, "--disk", folder]) == 2
+        said = capsys.readouterr()
+        assert f"{folder}" in said.err and "expected a folder, there or to be made, got" in said.err and not said.out
 
 
 TWO = {"max_new_tokens": 5, "concurrency": 2}
@@ -311,6 +334,53 @@ def test_a_server_that_closes_waits_for_what_it_computes() -> None:
     assert engine.running == 0
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"POST /gene",
+        b"POST /generate HTTP/1.1\r\nContent-Length: 40\r\n",
+        b"POST /generate HTTP/1.1\r\nContent-Length: 40\r\n\r\n{",
+    ],
+)
+def test_a_server_that_closes_does_not_wait_for_who_says_nothing(said: bytes) -> None:
+    """Nor for the rest of what somebody began to say: a minute would pass before such a request is given up."""
+    server = LocalServer(Clockwork())
+    with socket.create_connection(address_of(server)) as silent:
+        silent.sendall(said)
+        ServerClient(server.url)  # answered: the connection before it was accepted
+        started = time.perf_counter()
+        server.close()
+        assert time.perf_counter() - started < 5
+
+
+def test_a_server_that_closes_does_not_wait_for_who_does_not_listen(capsys: pytest.CaptureFixture[str]) -> None:
+    """A stream that nobody reads stops once the connection is full; it is broken off, and its thread ends."""
+
+    class Loud(Clockwork):
+        first_s = next_s = 0.0
+
+        @staticmethod
+        def decode(ids: list[int]) -> str:
+            return "x" * (len(ids) << 20)
+
+    engine = Loud()
+    server = LocalServer(engine, linger_s=0.1)
+    with socket.create_connection(address_of(server)) as deaf:
+        body = b'{"text": "abc", "stream": true, "sampling_params": {"max_new_tokens": 40}}'
+        deaf.sendall(b"POST /generate HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        deaf.recv(1)
+        started = time.perf_counter()
+        server.close()
+        assert time.perf_counter() - started < 5 and engine.running == 0 and len(engine.begun) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def address_of(server: LocalServer) -> tuple[str, int]:
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
 def test_a_local_server_finds_its_disk_again(tmp_path: Path) -> None:
     """Else each start would fill the folder once more, under a name that nobody can know."""
     options = LocalOptions(torch.device("cpu"), None, True, 16, 64, tmp_path, 0.05, None)
@@ -325,6 +395,20 @@ def test_a_local_server_finds_its_disk_again(tmp_path: Path) -> None:
                 ):
                     next(others)
     assert cached == [0, len(TEXTS[1]) // 16 * 16] and len(list((tmp_path / "host-disk").iterdir())) == 1
+
+
+def test_a_stored_page_is_counted_once_whatever_tiers_have_it(tmp_path: Path) -> None:
+    """Neither its way down to the disk counts, nor its way back to a host tier that had no room for it any more."""
+    options = LocalOptions(torch.device("cpu"), None, True, 16, 8, tmp_path, 0.05, None, fresh=True)
+    with closing(served(options, ["host+disk"])) as servers:
+        client = ServerClient(next(servers)[1])
+        counts = []
+        for text, cached in (("abcd", 0), ("efgh", 0), ("ijkl", 0), ("abcd", 63), ("abcd", 63)):
+            assert client.complete(text * 16, 2).cached_tokens == cached
+            client.flush()  # waits for stores
+            info = client.info() or {}
+            counts.append((info["stored_pages"], info["loaded_pages"]))
+    assert counts == [(4, 0), (8, 0), (12, 0), (12, 4), (12, 8)] and info["failed_pages"] == 0
 
 
 def test_a_narrow_terminal_loses_no_figures(

@@ -60,6 +60,12 @@ def test_readme(capsys: Any) -> None:
     assert torch.equal(names["pool"].view(31, "v", torch.bfloat16), v[31])
 
 
+def test_the_demo_takes_as_long_wherever_it_is_said() -> None:
+    pages = [(ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/demo.md")]
+    said = [re.findall(r"(\d+ to \d+ s|\w+ minutes?) on two cores", page) for page in pages]
+    assert [len(times) for times in said] == [1, 1] and said[0] == said[1]
+
+
 def test_transformers_page(tmp_path: Path) -> None:
     prefix_cache, first, by_cache, by_hooks = python_blocks("docs/transformers.md")
     model = tiny_model("llama")

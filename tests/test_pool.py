@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def test_a_view_of_wider_elements_writes_into_the_pool() -> None:
 
 
 def test_views_that_bytes_do_not_allow_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"expected offsets in whole torch\.bfloat16, got "):
+    with pytest.raises(LayoutError, match=r"expected elements that divide heads of 5 bytes, got torch\.bfloat16 of 2"):
         KVPool.allocate("page_first", spec=TINY, num_pages=2).view(0, "k", torch.bfloat16)  # heads of 5 bytes
     odd = Guarded(fresh(), Layout.named("page_first", EVEN, 2))  # starts at an odd address
     with pytest.raises(LayoutError, match="expected offsets in whole"):
@@ -63,6 +64,31 @@ def test_views_that_bytes_do_not_allow_are_refused() -> None:
     )
     with pytest.raises(LayoutError, match="expected one stride an axis for a view"):
         KVPool(split, [blocks]).view(0, "k", torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        *(((layer, "k", torch.uint8), "layer: expected 0 to 1, got ") for layer in (2, 40, -1, np.int64(-2), "k")),
+        *(
+            ((1, component, torch.uint8), r"component of layer 1: expected 'k', 'v' or 0 to 1, got ")
+            for component in ("x", "", "K", 2, -1, np.int64(-1), 0.5, None)
+        ),
+        *(((1, "k", dtype), r"dtype: expected a torch\.dtype, got ") for dtype in ("bfloat16", np.uint8, 2, None)),
+        *(
+            ((1, "k", dtype), f"dtype: expected elements that divide heads of 12 bytes, got {dtype} of 8 bytes")
+            for dtype in (torch.float64, torch.complex64)
+        ),
+    ],
+)
+def test_views_of_what_is_not_there_are_refused(words: Any, said: str) -> None:
+    """Also once others were made: they are kept, and nothing else is found among them."""
+    pool: Any = KVPool.allocate("vllm.LBNHC", spec=KVSpec.attention(2, 16, 2, 6, 2), num_pages=3)
+    for _ in range(2):
+        with pytest.raises(LayoutError, match=f"^{said}"):
+            pool.view(*words)
+        assert pool.view(np.int64(1), np.int64(1), torch.bfloat16).shape == (3, 16, 2, 6)
+        assert pool.view(0, "k", torch.float32).shape == (3, 16, 2, 3), "wider ones, where they divide"
 
 
 def test_pools_by_name_need_a_spec_and_a_size() -> None:
@@ -105,6 +131,7 @@ def test_buffers_that_do_not_fit_the_layout_are_refused() -> None:
 def test_page_ids_are_given_out_once_and_named_when_freed_wrongly() -> None:
     pool = KVPool.allocate("page_first", spec=TINY, num_pages=9, name="gpu0")
     a, b = pool.allocate_pages(4), pool.allocate_pages(5)
+    assert pool.free_page_count == 0
     assert a.dtype == np.int64 and a.base is None and sorted([*a.tolist(), *b.tolist()]) == list(range(9))
     with pytest.raises(CapacityError, match="expected 1 free gpu0 pages, got 0 of 9"):
         pool.allocate_pages(1)
@@ -116,6 +143,7 @@ def test_page_ids_are_given_out_once_and_named_when_freed_wrongly() -> None:
     with pytest.raises(LayoutError, match="gpu0 page ids: expected 0 to 8, got 9 at position 1"):
         pool.free_pages([int(a[2]), 9])
     pool.free_pages(torch.from_numpy(a[2:]))
+    assert pool.free_page_count == 4
     assert pool.allocate_pages(4).size == 4
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_helpers import until
@@ -369,10 +370,30 @@ def test_refusals(llama: tuple[PrefixCache, Any]) -> None:
     for bad, said in (([], "at least one prompt"), ([[1], []], "a token in each"), (torch.ones(3), "rows, columns")):
         with pytest.raises(ConfigError, match=said):
             prefixes.generate(model, bad, max_new_tokens=2)
-    with pytest.raises(CapacityError, match="make it larger"):
+    with pytest.raises(CapacityError) as small:
         prefixes.generate(model, rows, max_new_tokens=2040)
+    assert str(small.value) == (
+        "pool: expected 517 free pages for 2 sequences of up to 2070 tokens, got 256 of 256; "
+        "make it larger (pool_tokens), or the batch smaller"
+    )
     free = len(prefixes.pool.allocate_pages(prefixes.pool.num_pages))
     assert free == 256, "a refused call kept pages"
+
+
+def test_ids_in_every_form_and_in_none(llama: tuple[PrefixCache, Any]) -> None:
+    """What tokenizers give, lists and tensors of one prompt or several, means the same; the rest is told the forms."""
+    prefixes, model = llama
+    (row,) = prompts_of([21])
+    want = prefixes.generate(model, torch.tensor([row]), max_new_tokens=3, do_sample=False)
+    array = np.array(row)
+    same: Any
+    bad: Any
+    for same in (row, tuple(row), array, list(array), [row], [array], array[None], [torch.tensor(row)]):
+        assert torch.equal(prefixes.generate(model, same, max_new_tokens=3, do_sample=False), want)
+    for bad in ("text", ["text"], 5, None, [5, "6"], [5, [6]], [5.0, 6.0], [[5, None]], {"input_ids": [row]}):
+        with pytest.raises(ConfigError, match=r"ids: expected .* a list of token ids, .*, got ") as refused:
+            prefixes.generate(model, bad, max_new_tokens=2)
+        assert type(bad).__name__ in str(refused.value)
 
 
 def test_a_model_that_raises_keeps_no_pages(llama: tuple[PrefixCache, Any]) -> None:

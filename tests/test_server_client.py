@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +108,30 @@ def test_refusals(server: LocalServer, engine: LocalEngine) -> None:
         ServerClient(server.url, api=other, model="x").complete(TEXT, 1)
     with serving(engine, apis=("neither",)) as silent, pytest.raises(ServerError, match="got neither"):
         ServerClient(silent.url)
+
+
+def test_a_temperature_that_is_not_said_is_greedy(server: LocalServer, engine: LocalEngine) -> None:
+    """This server can do nothing else: who leaves the temperature to it gets that, and who asks for another is told."""
+    api = ServerClient(server.url).api
+
+    def ask(**more: Any) -> tuple[int, dict[str, Any]]:
+        path = "/generate" if api == "sglang" else "/v1/completions"
+        asked: dict[str, Any] = {"text": TEXT, "sampling_params": {"max_new_tokens": 4, **more}}
+        if api == "openai":
+            asked = {"prompt": TEXT, "max_tokens": 4, **more}
+        connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+        with closing(connection):
+            connection.request("POST", path, json.dumps(asked))
+            answer = connection.getresponse()
+            return answer.status, json.load(answer)
+
+    for more in ({}, {"temperature": None}, {"temperature": 0}, {"temperature": 0.0}):
+        status, said = ask(**more)
+        text = said["choices"][0]["text"] if api == "openai" else said["text"]
+        assert (status, text) == (200, engine.complete(TEXT, 4).text), more
+    for other in (1, 0.7, -1):
+        status, said = ask(temperature=other)
+        assert status == 400 and "temperature: expected 0" in said["error"]["message"], other
 
 
 def test_a_request_that_fails_leaves_the_engine_usable(engine: LocalEngine) -> None:

@@ -16,15 +16,17 @@ import pytest
 import torch
 from local_server import serving
 from raw_server import Answer, plain, raw_server
+from rich.console import Console
 
 from kvtransfer import cli
 from kvtransfer.completion import Completion, KVDigests, Prompt
 from kvtransfer.demo_model import _random_model
 from kvtransfer.integrations.local_engine import KeptPrefixes, LocalEngine
 from kvtransfer.kernels.errors import ConfigError
-from kvtransfer.prompts import read_prompts, shipped_prompts
-from kvtransfer.verify import COLD, FLUSHED, record, replay
+from kvtransfer.prompts import NamedPrompt, read_prompts, shipped_prompts
+from kvtransfer.verify import COLD, FLUSHED, Reference, record, replay
 from kvtransfer.verify_compare import Kind, Mismatch, PageDifference, compare, compare_bytes
+from kvtransfer.verify_report import print_report
 
 QUICK = ("--max-new-tokens", "4", "--settle-s", "0")
 PROMPTS = [f"Prompt {number}: " + "what a cache keeps it may forget. " * (4 + number) for number in range(3)]
@@ -117,8 +119,6 @@ class Scripted:
 
 
 def test_order_of_requests_and_what_each_is_compared_with() -> None:
-    from kvtransfer.prompts import NamedPrompt
-
     cold, warm = answer("xyz", pages=PAGES), answer("xyw", pages=PAGES, cached=12)
     target = Scripted([cold, warm, cold, warm])
     baseline = record(target, [NamedPrompt("a", "A"), NamedPrompt("b", "B")], 3, lambda _: None)
@@ -132,9 +132,25 @@ def test_order_of_requests_and_what_each_is_compared_with() -> None:
     assert [m.position for m in report.mismatches] == [2, 2]
 
 
-def test_a_cold_prompt_that_was_cut_elsewhere_is_not_compared_by_bytes() -> None:
-    from kvtransfer.prompts import NamedPrompt
+@pytest.mark.parametrize("reference", ["cold", "warm"])
+@pytest.mark.parametrize(("baseline_cached", "test_cached"), [(0, 0), (12, 0), (0, 8), (12, 8), (None, 8), (12, None)])
+def test_the_report_says_what_is_compared_with_what_and_how_cold_it_was(
+    reference: Reference, baseline_cached: int | None, test_cached: int | None
+) -> None:
+    """A baseline that came out of a cache hides that cache's faults: nobody may take it for a cold one."""
+    was, now = (msgspec.structs.replace(answer("x"), cached_tokens=n) for n in (baseline_cached, test_cached))
+    baseline = record(Scripted([was] * 4), [NamedPrompt("a", "A"), NamedPrompt("b", "B")], 1, lambda _: None)
+    report = replay(Scripted([now] * 4), baseline, lambda _: None, reference=reference)
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=80))
+    lines = out.getvalue().splitlines()
+    assert f"cold: compared with the baseline's cold answers; after the flush: with its {reference} ones" in lines
+    for whose, cached, rate in (("baseline", baseline_cached, "75.0 % (24"), ("test", test_cached, "50.0 % (16")):
+        said = [line for line in lines if line.startswith(f"the {whose}'s cold answers were not all cold")]
+        assert len(said) == bool(cached) and all(f": {rate} of 32 prompt tokens) came from" in line for line in said)
 
+
+def test_a_cold_prompt_that_was_cut_elsewhere_is_not_compared_by_bytes() -> None:
     baseline = record(Scripted([answer("x", pages=PAGES)] * 2), [NamedPrompt("a", "A")], 1, lambda _: None)
     other = answer("x", pages=[["X", "Y"]] * 3, cached=4)
     assert replay(Scripted([other, other]), baseline, lambda _: None).mismatches == []
@@ -454,7 +470,7 @@ def test_a_local_model(
     status, lines = local(capsys, "both", *prompts, *host_only(tmp_path), "--baseline", reference)
     assert (status, lines[-1]) == (0, "Total mismatches: 0"), lines
     assert any(line.startswith("hit rate, after the flush: 9") for line in lines), lines
-    assert sum("compared" in line for line in lines) == 6
+    assert sum("│ compared" in line for line in lines) == 6
 
 
 def test_one_flipped_bit_of_a_local_model(

@@ -135,7 +135,8 @@ class PrefixCache:
     ) -> Any:
         """``model.generate(ids, **options)``, without computing what the cache has. The same result.
 
-        ids      (rows, tokens), several prompts padded on the left with their ``attention_mask``; or lists of ids
+        ids      (rows, tokens), several prompts padded on the left with their ``attention_mask``; a list of ids, which
+                 is one prompt; or lists of ids
         inspect  see `Inspect`
         store    keep what is new; False for what nobody will ask again
 
@@ -263,9 +264,13 @@ class PrefixCache:
             except CapacityError as error:
                 if not self._reap(wait=True):
                     cache.release()
+                    pages = sum(
+                        table.pages_for(columns - pad) for pad, table in zip(batch.pads, cache.tables, strict=True)
+                    )
                     raise CapacityError(
-                        f"pool: expected room for {len(batch.rows)} sequences of {columns} tokens, got {error}; "
-                        "make it larger (pool_tokens), or the batch smaller"
+                        f"pool: expected {pages} free pages for {len(batch.rows)} sequences of up to {columns} tokens, "
+                        f"got {self.pool.free_page_count} of {self.pool.num_pages}; make it larger (pool_tokens), or "
+                        "the batch smaller"
                     ) from error
 
     def forward(self, model: PreTrainedModel, run: PrefixRun, options: dict[str, Any]) -> Any:

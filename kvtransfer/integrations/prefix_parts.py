@@ -15,7 +15,8 @@ class PrefixStats:
 
     retries       forwards that were given up because a page of their load failed
     loaded_pages  to the device, of prompts that were answered
-    stored_pages  whole pages that the cache has now, new or not; ``lost_pages`` it has not
+    stored_pages  whole pages that the cache has after a call, new or not: once a call, however many tiers take them;
+                  ``lost_pages`` it has not
     """
 
     prompts: int = 0

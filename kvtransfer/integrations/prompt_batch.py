@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from operator import index
+from typing import Any
 
 import torch
 
 from kvtransfer.kernels.errors import ConfigError
 
-Ids = torch.Tensor | Sequence[Sequence[int]]
+Ids = torch.Tensor | Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class PromptBatch:
     @classmethod
     def of(cls, ids: Ids, mask: torch.Tensor | None, pad_token: int, device: torch.device) -> PromptBatch:
         """Of a (rows, columns) tensor with its attention mask, zeros on the left, as tokenizers give it with
-        ``padding_side="left"``; or of lists of ids, which are padded here. Raises ConfigError on anything else.
+        ``padding_side="left"``; of a list of ids, which is one prompt, as tokenizers give it for a text; or of lists of
+        ids, which are padded here. Raises ConfigError on anything else.
         """
         if isinstance(ids, torch.Tensor):
             if ids.ndim != 2 or ids.is_floating_point() or (mask is not None and mask.shape != ids.shape):
@@ -46,7 +51,7 @@ class PromptBatch:
         else:
             if mask is not None:
                 raise ConfigError("attention_mask: expected none with lists of ids, which are padded here")
-            rows = [list(row) for row in ids]
+            rows = _rows(ids)
             columns = max(map(len, rows), default=0)
             pads = tuple(columns - len(row) for row in rows)
         if not rows or not all(rows):
@@ -66,3 +71,17 @@ class PromptBatch:
     def tokens_in(self, columns: int) -> list[int]:
         """For each row, its tokens within the first ``columns`` columns."""
         return [max(0, columns - pad) for pad in self.pads]
+
+
+def _rows(ids: Any) -> list[list[int]]:
+    """Lists of ids, or the one list that there is."""
+    try:
+        prompts = list(ids)
+        if prompts and all(isinstance(one, Integral) for one in prompts):
+            prompts = [prompts]
+        return [[index(token) for token in prompt] for prompt in prompts]
+    except TypeError as error:
+        raise ConfigError(
+            f"ids: expected a tensor (rows, columns), a list of token ids, or a list of such lists, got "
+            f"{type(ids).__name__} {reprlib.repr(ids)}"
+        ) from error
