@@ -2,7 +2,6 @@
 
     python bench/bench_layerwise.py                           # 8B-shaped layers, S = 64 to 4,096, 8,192 cached tokens
     python bench/bench_layerwise.py --busy also --baselines   # and beside a Python thread that never sleeps
-    python bench/bench_layerwise.py --busy --placement together  # both threads on one processor
     python bench/bench_layerwise.py --model llama8b small --cached 1024 8192 32768 --paths auto staged mapped
 
 S new tokens are computed eagerly over a prefix that is being loaded, pages in random order on both sides. *Ideal*:
@@ -56,17 +55,14 @@ LIMIT_BYTES, CPU_LIMIT_BYTES = 1 << 30, 4 << 20
 # that the engine chooses.
 BARS = {64: 1.08, 256: 1.10, 512: 1.15, 1024: 1.06, 2048: 1.05}
 BUSY_MORE = 0.15
-STYLES: dict[Placement | None, str] = {None: "-", "apart": "--", "together": ":", "free": "-."}  # of a plot's lines
+STYLES: dict[Placement | None, str] = {None: "-", "apart": "--", "free": ":"}  # of a plot's lines
 
 
 def bar_of(
     model: str, page_size: int, cached: int, new: int, placement: Placement | None, device: torch.device
 ) -> float | None:
-    """What is asked for; None where nothing is: of both threads on one processor too, where a forward is so short that
-    one turn of the other is a sixth of it."""
+    """What is asked for; None where nothing is."""
     if device.type != "cuda" or (model, page_size, cached) != ("llama8b", PAGE, CACHED) or new not in BARS:
-        return None
-    if placement == "together":
         return None
     return BARS[new] + BUSY_MORE * (placement is not None)
 
@@ -235,8 +231,8 @@ def main(argv: Sequence[str] | None) -> int:
         "--busy", nargs="?", const="only", choices=("only", "also"), help="beside a Python thread that never sleeps"
     )
     out.add_argument(
-        "--placement", nargs="+", choices=PLACEMENTS, help="where that thread runs: on another processor (apart, the "
-        "default), on that of the forward's thread (together), or where the system puts it (free)",
+        "--placement", nargs="+", choices=PLACEMENTS, help="where that thread runs: on a processor of its own (apart, the "
+        "default), or where the system puts it (free)",
     )  # fmt: skip
     out.add_argument("--baselines", action="store_true", help=f"also {LAUNCHES}, and a load before the forward")
     out.add_argument("--no-hint", action="store_true", help="loads are not told how long a layer takes")

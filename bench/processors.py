@@ -5,8 +5,10 @@ keeps it for the switch interval (5 ms), depends on how fast its processor wakes
 than the call. A `Placement` says what is done about that:
 
 free       nothing: both threads run where the system puts them. What a call costs changes from second to second
-apart      a processor for each, and all processors are kept awake: every call costs one turn of the busy thread
-together   one processor for both: the lock is back before the busy thread runs, unless its owner waits for something
+apart      a processor for each, and all processors are kept awake: a call costs about one turn of the busy thread
+
+Both on one processor were tried too: calls cost nothing then, but a turn of any third thread let the forward wait for
+40 ms, since the busy one has the processor by the time that the forward may go on.
 
 Only the two threads are pinned. Those that the calling thread starts meanwhile inherit its processor until the end, so
 whatever starts threads is run once before.
@@ -24,9 +26,9 @@ from typing import Literal, get_args
 
 from kvtransfer.kernels.errors import ConfigError
 
-Placement = Literal["free", "apart", "together"]
+Placement = Literal["free", "apart"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
-NEEDS = {"free": (), "apart": ("sched_setaffinity", "SCHED_IDLE"), "together": ("sched_setaffinity",)}  # of `os`
+NEEDS = {"free": (), "apart": ("sched_setaffinity", "SCHED_IDLE")}  # of `os`
 
 # Arguments: its processor, the process whose child it is. Says so once it runs as it should.
 SPINNER = """
@@ -51,9 +53,7 @@ def _check(placement: Placement) -> None:
     if missing:
         raise ConfigError(f"placement {placement}: expected {', '.join(missing)}, which Linux has; use free")
     if placement == "apart" and len(os.sched_getaffinity(0)) < 2:
-        raise ConfigError(
-            "placement apart: expected at least 2 processors that this process may use, got 1; use together or free"
-        )
+        raise ConfigError("placement apart: expected at least 2 processors that this process may use, got 1; use free")
 
 
 @contextmanager
@@ -110,7 +110,7 @@ def busy_thread(placement: Placement | None) -> Iterator[None]:
             yield
         else:
             assert thread.native_id is not None
-            with _pinned(thread.native_id, apart=placement == "apart"):
+            with _pinned(thread.native_id):
                 yield
     finally:
         stop.set()
@@ -118,11 +118,10 @@ def busy_thread(placement: Placement | None) -> Iterator[None]:
 
 
 @contextmanager
-def _pinned(other: int, apart: bool) -> Iterator[None]:
-    """The calling thread and the ``other`` (by its native id) on a processor each, or on one."""
+def _pinned(other: int) -> Iterator[None]:
+    """The calling thread and the ``other`` (by its native id) on a processor each."""
     allowed, before = os.sched_getaffinity(0), _threads()
-    *_, theirs = in_order = sorted(allowed)
-    ours = in_order[-2] if apart else theirs
+    *_, ours, theirs = sorted(allowed)
     try:
         os.sched_setaffinity(other, {theirs})
         os.sched_setaffinity(0, {ours})

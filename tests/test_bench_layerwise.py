@@ -230,10 +230,7 @@ def test_a_slow_forward_is_split_by_one_run(
 
 
 @needs_two
-@pytest.mark.parametrize("placement", ["apart", "together"])
-def test_a_forward_is_split_where_it_is_timed(
-    forward: Forward, monkeypatch: pytest.MonkeyPatch, placement: Placement
-) -> None:
+def test_a_forward_is_split_where_it_is_timed(forward: Forward, monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up before it is alone: what threads a forward starts are started there."""
     seen: list[tuple[str, int, bool]] = []
 
@@ -246,7 +243,7 @@ def test_a_forward_is_split_where_it_is_timed(
 
     monkeypatch.setattr(forward, "layer_seconds", saying("marked", [1.0] * TINY.layers))
     monkeypatch.setattr(forward, "seconds", saying("whole", 3.0))
-    split_of(forward, forward.tokens(3), placement)
+    split_of(forward, forward.tokens(3), "apart")
     free = ("whole", len(os.sched_getaffinity(0)), False)
     assert seen == [free] * overlap.WARM_UPS + [("marked", 1, True), ("whole", 1, True)]
 
@@ -364,14 +361,11 @@ class Watched(Case):
 
 
 @needs_two
-@pytest.mark.parametrize("placement", ["apart", "together"])
-def test_threads_of_an_engine_are_not_pinned(
-    rig: KVRig, forward: Forward, placement: Placement, quick_turns: None
-) -> None:
+def test_threads_of_an_engine_are_not_pinned(rig: KVRig, forward: Forward, quick_turns: None) -> None:
     """They are all there after the warm-up, and none inherits the processor of the caller that is timed."""
     pinned, busy = list[set[int]](), set[int]()
     cases = [Watched(case, pinned, busy) for case in cases_of(rig, forward)]
-    rounds(forward, forward.tokens(3), cases, LargeCopy(rig.device, 1 << 16), placement, 2, 60.0)
+    rounds(forward, forward.tokens(3), cases, LargeCopy(rig.device, 1 << 16), "apart", 2, 60.0)
     warm, timed = pinned[: len(cases)], pinned[len(cases) :]
     me = threading.get_native_id()
     assert not any(warm) and len(timed) == 2 * len(cases)
@@ -387,7 +381,6 @@ def test_bars_are_of_the_shape_that_they_were_set_for() -> None:
     for new, bar in BARS.items():
         for placement in ("apart", "free"):
             assert bar_of("llama8b", 16, 8192, new, placement, gpu) == pytest.approx(bar + 0.15)
-        assert bar_of("llama8b", 16, 8192, new, "together", gpu) is None
     for other in [
         ("small", 16, 8192, 64),
         ("llama8b", 1, 8192, 64),
@@ -423,7 +416,7 @@ def test_rows_say_what_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.50 MISSED" in out and "1.250 MISSED" in out and "1000000.00 met" in out and "memcpy (load)" in out
     assert "NO: output" in out and "left out: that: no reason" in out and LAUNCHES not in out
     assert auto.name == "tiny, S=3, cached 36, auto: cpu"
-    assert replace_row(auto, placement="together").name == "tiny, S=3, cached 36, busy together, auto: cpu"
+    assert replace_row(auto, placement="apart").name == "tiny, S=3, cached 36, busy apart, auto: cpu"
 
 
 def replace_row(row: Any, **more: Any) -> Any:
