@@ -231,8 +231,8 @@ def main(argv: Sequence[str] | None) -> int:
         "--busy", nargs="?", const="only", choices=("only", "also"), help="beside a Python thread that never sleeps"
     )
     out.add_argument(
-        "--placement", nargs="+", choices=PLACEMENTS, help="where that thread runs: on a processor of its own (apart, the "
-        "default), or where the system puts it (free)",
+        "--placement", nargs="+", choices=PLACEMENTS, help="where that thread runs: on a processor of its own (apart, "
+        "the default), or where the system puts it (free)",
     )  # fmt: skip
     out.add_argument("--baselines", action="store_true", help=f"also {LAUNCHES}, and a load before the forward")
     out.add_argument("--no-hint", action="store_true", help="loads are not told how long a layer takes")

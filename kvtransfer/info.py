@@ -84,7 +84,7 @@ def queue_line(value: str | None, slow: list[str]) -> str:
     if count == 1:
         slow.append(
             f"{QUEUES}=1: relayouts wait in one queue with the model's kernels, and a transfer beside a GEMM takes "
-            "three times as long (H200); 2 to 4 are best"
+            "three times as long (H200); 4 are best, or 2 where nothing is loaded and stored at once"
         )
     elif count is None or not 0 < count <= MOST_QUEUES:
         slow.append(
