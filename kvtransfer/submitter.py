@@ -62,6 +62,7 @@ class Job:
     def __init__(self, commands: U64, keep: object) -> None:
         self.commands = np.ascontiguousarray(commands, dtype=np.uint64)
         self.keep = keep
+        self.stood_at = -1  # how many chunks it had submitted when somebody kept the GIL for more of them in vain
         self._job = _Job(self.commands.ctypes.data, len(self.commands))  # _MADE is 0
         self.address = ctypes.addressof(self._job)
         self._job.progress = self.address + _Job.chunks_submitted.offset
@@ -203,11 +204,13 @@ class Submitter:
 
     def await_chunks(self, job: Job, count: int) -> None:
         """Hold the caller until so many chunks are submitted, the job has ended, or 7 ms passed; without the GIL where
-        that takes more than 2 ms."""
-        if count - job.chunks_submitted <= FEW_CHUNKS:
+        that takes more than 2 ms, and as long as a job stands still."""
+        submitted = job.chunks_submitted
+        if count - submitted <= FEW_CHUNKS and submitted != job.stood_at:
             self._await_keeping_gil(job.address, count, SHORT_LOOK_NS)
             if job.chunks_submitted >= count or job.ended:
                 return
+            job.stood_at = job.chunks_submitted  # it waits itself: who goes on asking would keep others from the GIL
         self._await(job.address, count, LONGEST_LOOK_NS)
 
     def close(self) -> None:

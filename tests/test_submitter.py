@@ -333,6 +333,36 @@ def test_a_short_wait_keeps_the_gil_and_a_long_one_gives_it_away(
                 time.sleep(0.0005)
 
 
+def test_who_asks_again_for_a_job_that_stands_still_leaves_others_the_gil(
+    driver: Driver, submitter: Submitter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be paced by a forward for as long as that takes: 2 ms of each 7 were everybody's."""
+    kept: list[int] = []
+    real = submitter._await_keeping_gil
+
+    def keeping(address: int, count: int, most_ns: int) -> None:
+        kept.append(count)
+        real(address, count, most_ns)
+
+    monkeypatch.setattr(submitter, "_await_keeping_gil", keeping)
+    driver.set("passed", 1)
+    work = job((CHUNK, 0, 1), (PACE, 0, 1), (CHUNK, 0, 2), (PACE, 0, 2), (CHUNK, 0, 3))
+    submitter.give(work)
+    submitter.await_chunks(work, 1)
+    for _ in range(5):
+        submitter.await_chunks(work, 2)
+    assert kept == [1, 2] and work.chunks_submitted == 1
+    driver.set("passed", 2)
+    while work.chunks_submitted < 2:
+        time.sleep(0.0005)
+    for _ in range(5):
+        submitter.await_chunks(work, 3)
+    assert kept == [1, 2, 3], "it went on meanwhile"
+    work.stop()
+    while not work.ended:
+        time.sleep(0.0005)
+
+
 def test_an_event_that_fails_is_an_error(driver: Driver, submitter: Submitter) -> None:
     work = job((PACE, 0, 999), (CHUNK, 0, 1))
     submitter.give(work)
