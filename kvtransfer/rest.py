@@ -85,8 +85,8 @@ class NativeRest(Rest):
 
     def rest(self, timeout_s: float | None) -> None:
         self._rest(self._here, _FOREVER_NS if timeout_s is None else int(1e9 * max(0.0, timeout_s)))
-        for address, watch in list(self._watched.items()):
-            if watch.over:
+        for address in list(self._watched):  # not their items: a collection between these lets others add some
+            if self._watched[address].over:
                 del self._watched[address]
 
     def wake(self) -> None:

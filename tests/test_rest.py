@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -164,6 +166,36 @@ def test_what_is_forgotten_is_not_looked_at(driver: Driver, rest: NativeRest) ->
     rest.rest(None)
     rest.forget(watches[0])
     assert watches[0].over and list(rest._watched.values()) == [watches[2]]
+
+
+def test_what_is_begun_while_the_thread_clears_up_harms_nobody(rest: NativeRest) -> None:
+    """A collection amid its list runs other people's code, and lets other threads in."""
+    begun: list[Watch] = []
+
+    class Loop:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            if not sys.is_finalizing():
+                begun.append(watched(rest, new_job(), 1))
+
+    for _ in range(40):
+        watched(rest, new_job(), 1)
+    before = gc.get_threshold()
+    gc.freeze()
+    try:
+        for allocations in range(1, 60):
+            gc.collect()  # also of what Python keeps for later tuples
+            gc.set_threshold(100_000)
+            Loop()
+            gc.set_threshold(allocations)
+            rest.rest(0)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+    gc.collect()
+    assert len(rest._watched) == 40 + len(begun) and begun
 
 
 @pytest.mark.parametrize("seed", range(4))
