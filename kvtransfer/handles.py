@@ -341,6 +341,14 @@ class TransferHandle:
     def expired(self) -> bool:
         return time.monotonic() > self._deadline
 
+    def ask_submitted(self) -> bool:
+        """`fully_submitted`, and where nobody has looked at the end of its job yet, have that done: the engine's thread
+        rests until all has landed, and those of other engines would wait so long."""
+        script = self._script
+        if script is not None and script.job.ended and not self._on_engine_thread():
+            self._wake_engine()
+        return self.fully_submitted
+
     def await_submitted(self, timeout_s: float) -> bool:
         """Hold the caller until the transfer records no more events; False when the time is up."""
         until = time.monotonic() + timeout_s
@@ -532,7 +540,7 @@ class TransferHandle:
             return
         self._wake_engine()
         with self._changed:
-            if self._script is script and self._error is None:
+            if self._script is script:
                 self._changed.wait(min(left_s, 0.01))
 
     def _hold(self, consumer: Stream | None, event: Event, layer: int | None) -> None:

@@ -110,16 +110,16 @@ class Pump:
         with self._changed:
             if self._closing:
                 raise TransferError("the engine is closed")
-            to.append(transfer)
+            watched = False
             try:
-                if to is not self._flight or not self._watch(transfer):
+                to.append(transfer)
+                watched = to is self._flight and self._watch(transfer)
+            finally:  # also after a KeyboardInterrupt: nobody else would tell the thread
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
+                    self._thread.start()
+                elif not watched:
                     self._rest.wake()
-            except BaseException:  # a KeyboardInterrupt: nobody else would tell the thread
-                self._rest.wake()
-                raise
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
-                self._thread.start()
 
     def _watch(self, transfer: Transfer) -> bool:
         """Let the thread rest until there is something to do about a transfer in flight; False where it has to look."""

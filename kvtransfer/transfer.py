@@ -69,7 +69,7 @@ class Transfer(ABC):
     def ready(self) -> bool:
         """Whether `start`, or then the next chunk, can be submitted without waiting for anything."""
         return self.started or all(
-            e.handle.done() or (self.waits_by_event(e) and e.handle.fully_submitted) for e in self.earlier
+            e.handle.done() or (self.waits_by_event(e) and e.handle.ask_submitted()) for e in self.earlier
         )
 
     def waits_by_event(self, other: Transfer) -> bool:

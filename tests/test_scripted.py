@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,16 +22,19 @@ from engine_helpers import (
     TINY,
     TOKEN,
     WIDE,
+    Guarded,
     started,
     until,
     write_all_layers,
 )
-from fake_gpu import FakeEvent, FakeStream, lane, on_their_way, scripted_rig
+from fake_gpu import FakeEvent, FakeLanes, FakeShop, FakeStream, lane, on_their_way, scripted_rig
 
 from kvtransfer import scripted
+from kvtransfer.engine import TransferEngine
 from kvtransfer.handles import PageState, TransferHandle
 from kvtransfer.kernels.digest import page_digests
 from kvtransfer.kernels.errors import CudaError, DeadlineExceeded, TransferCancelled, TransferError
+from kvtransfer.kernels.layout import Layout
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.staging import SLOT_ALIGNMENT, StagingRing
 from kvtransfer.submitter import NONE, Job, Submitter
@@ -480,6 +484,98 @@ def test_what_never_ran_still_keeps_those_behind_it_in_order(monkeypatch: pytest
     with pytest.raises(TransferError, match="injected"):
         second.result(LIMIT_S)
     assert np.array_equal(rig.side.pages([11]), rows)
+    rig.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize("native_rest", [False, True])
+def test_a_transfer_of_another_engine_is_submitted_behind_a_job_and_not_behind_its_end(
+    native_rest: bool, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """They share the host's slots. The thread that is to say that the job has ended may rest until all has landed."""
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1, verify=False, native_rest=native_rest
+    )
+    side, ring = Guarded(rig.rng, Layout.named("sglang.layer_first", TOKEN, 16)), ring_of(4)
+    other = TransferEngine(side.pool, rig.host, path="staged", staging_bytes=ring, verify=False)
+    shop: Any = other._shop
+    shop.lanes.close()
+    shop.__class__, shop.lanes = FakeShop, FakeLanes(gpu)
+    for memory in (*side.pool.buffers, rig.host.payload, ring.memory):
+        shop.lanes.copier.register(memory)
+    rows = rig.side.pages([7])
+    gpu.held.add(lane(rig, "copy_out"))
+    first = rig.engine.store([7], [3])
+    second = other.load([3], [5])
+    until(lambda: second.fully_submitted)
+    assert not first.done()
+    gpu.held.clear()
+    for handle in (first, second):
+        handle.result(LIMIT_S)
+    assert np.array_equal(side.pages([5]), rows)
+    other.close(timeout_s=LIMIT_S)
+    rig.close()
+    gpu.close()
+
+
+def test_who_waits_for_the_end_of_a_job_that_failed_does_not_spin(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Until the engine's thread, which may be busy, says what became of it."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1)
+    gpu.held.add(lane(rig, "copy_out"))
+    handle, wakes = rig.engine.store([7], [3]), itertools.count()
+    until(lambda: handle._script is not None and handle._script.job.ended)
+    monkeypatch.setattr(handle, "_wake_engine", lambda: next(wakes))
+    with rig.engine._shop.lock:
+        handle.fail(TransferError("injected"))
+        assert not handle.await_submitted(0.2)
+    assert next(wakes) < 100, "10 ms each"
+    gpu.held.clear()
+    rig.engine._pump.wake()
+    until(handle.done)
+    rig.close()
+    gpu.close()
+
+
+class InterruptedList(list[Any]):
+    """As a signal that comes while `append` runs: Python looks at it behind the call."""
+
+    def append(self, item: Any) -> None:
+        super().append(item)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("layerwise", "where"), [(False, "listed"), (True, "listed"), (True, "watched")])
+def test_an_interrupt_behind_the_list_of_the_engines_thread_leaves_it_to_that(
+    layerwise: bool, where: str, again: bool, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Also where that is to begin with this transfer."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", WIDE, ring_of(12), seed=1, pages=64, slots=64)
+    pump: Any = rig.engine._pump
+    if again:
+        rig.engine.load(range(8), range(8)).result(LIMIT_S)
+        until(pump.idle)
+        time.sleep(0.01)  # it rests, most likely
+    name, rows = "_flight" if layerwise else "_queue", rig.slots(range(8, 16))
+    was, watch = getattr(pump, name), pump._rest.watch
+    if where == "listed":
+        setattr(pump, name, InterruptedList())
+    else:
+
+        def interrupted(*arguments: Any) -> None:
+            watch(*arguments)
+            raise KeyboardInterrupt
+
+        pump._rest.watch = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        rig.engine.load(range(8, 16), range(8, 16), layerwise=layerwise)
+    pump._rest.watch = watch
+    until(lambda: not rig.pool.ledger.any_busy(), "the end of a transfer that was listed")
+    assert np.array_equal(rig.side.pages(range(8, 16)), rows)
+    setattr(pump, name, was)
     rig.close()
     gpu.close()
 
