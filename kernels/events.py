@@ -54,7 +54,8 @@ class Observer:
         """A transfer was planned: ``direction`` is "load", "store" or "copy"."""
 
     def submitted(self, transfer: int, stage: str, layers: tuple[int, int], pages: int, total_bytes: int) -> None:
-        """One stage ("copy", "scatter", "gather", "mapped", "strided", "relayout") of a group was enqueued."""
+        """One stage ("copy", "scatter", "gather", "mapped", "strided", "relayout") of a group was enqueued. Of
+        transfers that a job of the submitter moves, told together: as late as their end."""
 
     def waited(self, transfer: int, layer: int, host_s: float) -> None:
         """``wait_layer`` returned after holding the calling thread for ``host_s`` seconds."""

@@ -77,7 +77,9 @@ class GpuEvent:
         self._events.call("cuEventRecord", self.cuda_event, stream.cuda_stream)
 
     def wait(self, stream: RawStream) -> None:
-        """Later work of ``stream`` starts after it; the caller is not held. Raises CudaError."""
+        """Later work of ``stream`` starts after it; the caller is not held. Raises CudaError.
+
+        Of another GPU it may be any but the default stream, whose handle is the same on all."""
         self._events.call("cuStreamWaitEvent", stream.cuda_stream, self.cuda_event, 0)
 
     def query(self) -> bool:

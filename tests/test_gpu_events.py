@@ -91,8 +91,12 @@ def test_what_the_driver_says_of_an_event(fake: FakeDriver, events: GpuEvents) -
     assert caught.value.code == 1
     with pytest.raises(CudaError, match="cuEventRecord returned 400"):
         event.record(OTHER_GPU)
-    with pytest.raises(CudaError, match="cuStreamWaitEvent returned 400"):
-        event.wait(OTHER_GPU)
+    event.wait(OTHER_GPU)  # an engine there works on the same host memory
+    assert fake.seen("stream") == OTHER_GPU.cuda_stream and fake.seen("value") == event.cuda_event
+    fake.set("fake_code", 1)
+    with pytest.raises(CudaError, match="cuStreamWaitEvent returned 1"):
+        event.wait(STREAM)
+    fake.set("fake_code", 0)
 
 
 def test_each_is_destroyed_once_and_none_that_was_not_made(fake: FakeDriver, events: GpuEvents) -> None:
