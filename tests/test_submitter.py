@@ -319,7 +319,8 @@ def test_a_short_wait_keeps_the_gil_and_a_long_one_gives_it_away(
     driver: Driver, submitter: Submitter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who waits for the next chunks launches a forward, who waits for many has nothing to do meanwhile."""
-    driver.set("nap_us", 1000)
+    driver.set("nap_us", 20_000)  # a thread that may have the GIL also needs a processor
+    monkeypatch.setattr(submitter_module, "LONGEST_LOOK_NS", 10**10)
     with gil_counter() as count:
         for chunks, most_ns, kept in ((1, 10**10, True), (FEW_CHUNKS + 1, 10**10, False), (1, 10**5, False)):
             monkeypatch.setattr(submitter_module, "SHORT_LOOK_NS", most_ns)
