@@ -7,12 +7,12 @@ H200 `load` held its caller for 11 ms, and each wait for a layer for 5 ms.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
+from contextlib import suppress
 from ctypes import byref, c_void_p
 from typing import Protocol
 
 from kvtransfer.dma import CopyEngine
+from kvtransfer.kernels.errors import CudaError
 
 _WITHOUT_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -32,8 +32,6 @@ class GpuEvents:
     def __init__(self, engine: CopyEngine, stream: int) -> None:
         self._engine = engine
         self._context = engine.context_of(stream)
-        self.destroy: Callable[..., int] = engine.function("cuEventDestroy")
-        self.query: Callable[..., int] = engine.function("cuEventQuery")
 
     def mark(self, stream: RawStream) -> GpuEvent:
         """A new event after all that ``stream``, one of the context's, has been given. Raises CudaError."""
@@ -41,19 +39,28 @@ class GpuEvents:
         event.record(stream)
         return event
 
-    def call(self, symbol: str, *arguments: object) -> None:
-        """A driver function in the events' context: the default stream's handle is 0 in every one. Raises CudaError."""
+    def enter(self) -> None:
+        """Make the context the calling thread's own, for C of ours on it that asks for events."""
+        self._engine.must("cuCtxSetCurrent", self._context)
+
+    def code(self, symbol: str, *arguments: object) -> int:
+        """What a driver function says in the events' context: the default stream's handle is 0 in every one."""
         engine = self._engine
+        function = engine.function(symbol)
         if engine.current_context() == self._context:
-            engine.must(symbol, *arguments)
-            return
+            return function(*arguments)
         engine.must("cuCtxPushCurrent", self._context)
         try:
-            engine.must(symbol, *arguments)
+            return function(*arguments)
         finally:
             engine.must("cuCtxPopCurrent", byref(c_void_p()))
 
-    def error(self, symbol: str, code: int) -> Exception:
+    def call(self, symbol: str, *arguments: object) -> None:
+        """`code`, where all but 0 raises CudaError."""
+        if code := self.code(symbol, *arguments):
+            raise self.error(symbol, code)
+
+    def error(self, symbol: str, code: int) -> CudaError:
         """What a failed call raises."""
         return self._engine.error(symbol, code)
 
@@ -84,11 +91,12 @@ class GpuEvent:
 
     def query(self) -> bool:
         """Whether it has passed, or was never recorded. Raises CudaError where CUDA is lost."""
-        code = self._events.query(self.cuda_event)
+        code = self._events.code("cuEventQuery", self.cuda_event)
         if code not in (0, _NOT_READY):
             raise self._events.error("cuEventQuery", code)
         return code == 0
 
     def __del__(self) -> None:
-        if self.cuda_event:  # whatever it says: at the end of the process the driver may be gone
-            self._events.destroy(ctypes.c_void_p(self.cuda_event))
+        if self.cuda_event:
+            with suppress(CudaError):  # at the end of the process the driver may be gone
+                self._events.call("cuEventDestroy", self.cuda_event)

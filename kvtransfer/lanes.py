@@ -144,6 +144,14 @@ class CudaLanes:
         """A stream that is no lane as the current one: for uploads that hold the calling thread until it is through."""
         return torch.cuda.stream(self._aside)
 
+    def adopt_thread(self) -> None:
+        """For a thread of the engine's own, which polls: the device and its context are its own from now on, and it
+        leaves other people's captures alone."""
+        torch.cuda.set_device(self.device)
+        self.copier.leave_captures_alone()
+        if self._events is not None:
+            self._events.enter()
+
     def mark(self, stream: Stream) -> CudaEvent:
         """A new event after everything that ``stream``, of this device, has been given so far."""
         assert not isinstance(stream, FifoStream)

@@ -14,13 +14,11 @@ import threading
 import time
 from collections import deque
 
-import torch
-
 from kvtransfer.handles import TransferHandle
 from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
-from kvtransfer.lanes import as_transfer_error
+from kvtransfer.lanes import CudaLanes, as_transfer_error
 from kvtransfer.rest import make_rest
 from kvtransfer.transfer import Transfer
 from kvtransfer.workshop import Workshop
@@ -127,9 +125,8 @@ class Pump:
         return transfer.watch is not None
 
     def _run(self) -> None:
-        if self._shop.on_gpu:
-            torch.cuda.set_device(self._shop.pool.device)
-            self._shop.lanes.copier.leave_captures_alone()
+        if isinstance(self._shop.lanes, CudaLanes):
+            self._shop.lanes.adopt_thread()
         nap = SHORTEST_NAP_S
         while not self._leaving:
             with self._changed:

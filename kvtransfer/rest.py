@@ -8,6 +8,7 @@ submitter has: the thread comes back when one is over.
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 from kvtransfer.dma import Copier, CopyEngine
@@ -65,7 +66,7 @@ class Rest:
 
 
 class NativeRest(Rest):
-    """In C. ``query`` is the address of ``cuEventQuery``; the thread that rests has a context."""
+    """In C. ``query`` is the address of ``cuEventQuery``; the thread that rests has the events' context."""
 
     def __init__(self, library: Path, query: int) -> None:
         keeping, releasing = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
@@ -78,6 +79,7 @@ class NativeRest(Rest):
         for function in (self._wake, self._close):
             function.restype, function.argtypes = None, [ctypes.c_void_p]
         keeping.kvt_rest_open.restype, keeping.kvt_rest_open.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        self._process = os.getpid()
         self._watched: dict[int, Watch] = {}  # C looks at them until they are over
         self._here: int | None = keeping.kvt_rest_open(query)
         if not self._here:
@@ -106,7 +108,7 @@ class NativeRest(Rest):
 
     def __del__(self) -> None:
         here, self._here = getattr(self, "_here", None), None
-        if here:
+        if here and self._process == os.getpid():  # in a forked child it waits for a thread that is not there
             self._close(here)
 
 

@@ -50,6 +50,7 @@ static int error_string(int code, const char **text) {
 }
 static int ctx_current(uint64_t *ctx) { *ctx = depth ? stack[depth - 1] : 0; return 0; }
 static int ctx_push(uint64_t ctx) { stack[depth++] = ctx; return 0; }
+static int ctx_set(uint64_t ctx) { stack[depth ? depth - 1 : depth++] = ctx; return 0; }
 static int ctx_pop(uint64_t *ctx) { if (!depth) return 201; *ctx = stack[--depth]; return 0; }
 /* 0x1000 and 0x3000 (capturing) are streams of context 0xa, 0x2000 of context 0xb. */
 static int stream_ctx(uint64_t stream, uint64_t *ctx) { *ctx = stream == 0x2000 ? 0xb : 0xa; return fake_context_code; }
@@ -102,6 +103,7 @@ static int event_create(uint64_t *event, unsigned flags) {
 }
 static int event_destroy(uint64_t event) {
   if (fake_sleep_us) usleep(fake_sleep_us);
+  if (!depth) return 201;
   event_context[event] = 0; events_destroyed++;
   return fake_code;
 }
@@ -114,7 +116,7 @@ static int event_record(uint64_t event, uint64_t stream) {
 }
 static int event_query(uint64_t event) {
   if (fake_sleep_us) usleep(fake_sleep_us);
-  return event_context[event] ? fake_query_code : 400;
+  return !depth ? 201 : event_context[event] == stack[depth - 1] ? fake_query_code : 400;
 }
 static int stream_wait_event(uint64_t stream, uint64_t event, unsigned flags) {
   if (fake_sleep_us) usleep(fake_sleep_us);
@@ -134,7 +136,7 @@ static const struct { const char *name; int since; void *address; } table[] = {
   {"cuMemcpy2DAsync", 3020, copy_2d}, {"cuStreamWaitValue32", 11070, wait_32},
   {"cuStreamWriteValue32", 11070, write_32}, {"cuMemHostGetDevicePointer", 3020, device_pointer},
   {"cuThreadExchangeStreamCaptureMode", 10010, exchange_mode}, {"cuStreamWaitEvent", 3020, stream_wait_event},
-  {"cuCtxSetCurrent", 4000, for_the_submitter}, {"cuEventQuery", 2000, event_query},
+  {"cuCtxSetCurrent", 4000, ctx_set}, {"cuEventQuery", 2000, event_query},
   {"cuMemcpyAsync", 4000, for_the_submitter}, {"cuMemsetD8Async", 3020, for_the_submitter},
   {"cuEventRecord", 2000, event_record}, {"cuEventCreate", 2000, event_create},
   {"cuEventDestroy", 4000, event_destroy}, {"cuLaunchKernel", 4000, for_the_submitter},

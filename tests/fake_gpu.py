@@ -154,6 +154,9 @@ class FakeLanes(CudaLanes):
         self._aside = cast(Any, FakeStream(gpu))
         self.copier, self.word, self._events = TorchCopyEngine(), None, None
 
+    def adopt_thread(self) -> None:
+        pass
+
     def on(self, lane: str) -> Any:
         return nullcontext()
 

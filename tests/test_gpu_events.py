@@ -66,12 +66,33 @@ def test_events_belong_to_their_context_whatever_the_thread_has(
         event.wait(stream)
         assert fake.seen("stream") == stream.cuda_stream and fake.seen("value") == event.cuda_event
         assert event.query() and fake.seen("flags") == 0
+        del event
+        gc.collect()
+        assert number(fake, "events_destroyed") == 1
         done.append(fake.library.fake_depth())
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
     assert done == [current is not None]
+
+
+@pytest.mark.parametrize("current", [None, OURS, OTHERS])
+def test_a_thread_of_ours_has_their_context_for_good(events: GpuEvents, current: int | None) -> None:
+    """C asks for an event there, without a context of its own."""
+    said: list[int] = []
+
+    def body() -> None:
+        if current is not None:
+            events._engine.must("cuCtxPushCurrent", current)
+        events.enter()
+        event = events.mark(STREAM)
+        said.append(events._engine.function("cuEventQuery")(event.cuda_event))
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert said == [0]
 
 
 def test_a_stream_of_torch_waits_for_one(fake: FakeDriver, events: GpuEvents) -> None:

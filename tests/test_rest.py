@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -235,6 +237,31 @@ def test_nothing_is_missed_whoever_begins_ends_and_wakes(seed: int, driver: Driv
         thread.join()
     rest.rest(0)
     assert not rest._watched
+
+
+def test_a_forked_child_lets_go_of_a_rest_that_is_in_use(driver: Driver, folder: Path) -> None:
+    """The parent's thread is in it, and not in the child."""
+    rest = NativeRest(build_rest(folder / "cache"), driver.address)
+    thread = threading.Thread(target=rest.rest, args=(None,))
+    thread.start()
+    time.sleep(0.02)
+    child = os.fork()
+    if not child:
+        try:
+            rest.__del__()
+        finally:
+            os._exit(0)
+    ended = 0
+    end = time.monotonic() + LIMIT_S
+    while not ended and time.monotonic() < end:
+        ended, _ = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.001)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    rest.wake()
+    thread.join()
+    assert ended, "it waits for a thread that is not there"
 
 
 def test_without_a_driver_or_a_compiler_python_has_one(
