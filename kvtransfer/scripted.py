@@ -110,6 +110,9 @@ def take_back(transfer: HostTransfer) -> bool:
             for lane in (transfer.copy_lane, transfer.kernel_lane):
                 if lane != transfer.last_lane:
                     lanes.wait(transfer.last_lane, lanes.record(lane))
+            for slot in handed.slots:  # and what others had enqueued before: the job may have ended before it waited
+                if slot.free is not None:
+                    lanes.wait(transfer.last_lane, slot.free)
             last = lanes.record(transfer.last_lane)
     finally:
         transfer.handed = None

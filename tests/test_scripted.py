@@ -191,6 +191,57 @@ def test_an_observer_that_raises_does_not_end_a_transfer_that_is_in_flight(
     gpu.close()
 
 
+@pytest.mark.parametrize("how", ["job stopped", "job refused", "chunk refused"])
+def test_a_ring_slot_keeps_its_earlier_user_where_the_next_one_fails_before_it_waited(
+    how: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """A load still scatters out of it, a store gets it and ends at once, another store writes it."""
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1, pages=64, slots=64, verify=False
+    )
+    lanes, layerwise = rig.engine._shop.lanes, how == "chunk refused"
+    rows, stored = rig.slots(range(2)), rig.side.pages(range(32, 36))
+    gpu.held.add(lane(rig, "scatter"))
+    load = rig.engine.load(range(2), range(2))
+    assert load.await_submitted(LIMIT_S)
+    give, wait = Submitter.give, lanes.wait
+
+    def stopped(submitter: Submitter, job: Job) -> None:
+        job.stop()
+        give(submitter, job)
+
+    def refused(name: str, event: Any) -> None:
+        if event is load.final_event:
+            raise CudaError("injected", 700)
+        wait(name, event)
+
+    for _ in range(4):  # each slot once, at least
+        with monkeypatch.context() as patch:
+            if how == "job stopped":
+                patch.setattr(Submitter, "give", stopped)
+            if how == "job refused":
+                gpu.refuse = lambda call: call == "wait"
+            if layerwise:
+                patch.setattr(lanes, "wait", refused)
+            store = rig.engine.store(range(40, 48), range(40, 48), layerwise=layerwise)
+            if layerwise:
+                write_all_layers(store)
+            assert store.await_submitted(LIMIT_S)
+            gpu.refuse = lambda call: False
+    stores = [rig.engine.store([32 + i], [32 + i], layerwise=layerwise) for i in range(4)]
+    for store in stores if layerwise else ():
+        write_all_layers(store)
+    time.sleep(0.05)
+    gpu.held.clear()
+    load.result(LIMIT_S)
+    for store in stores:
+        store.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(2)), rows)
+    assert np.array_equal(rig.slots(range(32, 36)), stored)
+    rig.close()
+    gpu.close()
+
+
 def test_an_interrupt_behind_the_hand_over_leaves_the_job_what_it_uses(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
