@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
 import subprocess
 import threading
@@ -203,6 +204,32 @@ def test_nothing_is_missed_whoever_begins_ends_and_wakes(seed: int, driver: Driv
         thread.join()
     rest.rest(0)
     assert not rest._watched
+
+
+def test_a_list_of_watches_that_grows_while_it_is_read_does_not_end_the_rest(
+    driver: Driver, rest: NativeRest
+) -> None:
+    """A collection lets other threads run, wherever it comes, and they may begin to watch."""
+    jobs = [new_job() for _ in range(200)]
+    for n in range(100):
+        watched(rest, jobs[n], n)
+    left = list(range(100, 200))
+
+    def begin(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and left:
+            n = left.pop()
+            watched(rest, jobs[n], n)
+
+    held = [(n, n) for n in range(5000)]  # pairs that Python keeps for later would set off no collection
+    before = gc.get_threshold()
+    gc.callbacks.append(begin)
+    gc.set_threshold(1)
+    assert len(held) == 5000
+    try:
+        rest.rest(0)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(begin)
 
 
 def test_without_a_driver_or_a_compiler_python_has_one(
