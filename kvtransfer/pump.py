@@ -48,7 +48,8 @@ class Pump:
         _ending.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:
-        """Submit ``transfer`` after those enqueued before it."""
+        """Submit ``transfer`` after those enqueued before it. Again, after a KeyboardInterrupt: it need not be known how
+        far the first call had come."""
         self._add(self._queue, transfer)
 
     def watch(self, transfer: Transfer) -> None:
@@ -110,7 +111,9 @@ class Pump:
         with self._changed:
             if self._closing:
                 raise TransferError("the engine is closed")
-            to.append(transfer)
+            if not transfer.in_pump:
+                transfer.in_pump = True  # between this and the end of `append` no KeyboardInterrupt comes
+                to.append(transfer)
             try:
                 if to is not self._flight or not self._watch(transfer):
                     self._rest.wake()
@@ -118,8 +121,9 @@ class Pump:
                 self._rest.wake()
                 raise
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
+                thread.start()
+                self._thread = thread
 
     def _watch(self, transfer: Transfer) -> bool:
         """Let the thread rest until there is something to do about a transfer in flight; False where it has to look."""
@@ -127,6 +131,10 @@ class Pump:
         return transfer.watch is not None
 
     def _run(self) -> None:
+        with self._changed:
+            if self._thread not in (None, threading.current_thread()):
+                return  # a KeyboardInterrupt left open whether this one had started, and another was
+            self._thread = threading.current_thread()
         if self._shop.on_gpu:
             torch.cuda.set_device(self._shop.pool.device)
             self._shop.lanes.copier.leave_captures_alone()

@@ -26,6 +26,7 @@ from engine_helpers import (
     write_all_layers,
 )
 from fake_gpu import FakeEvent, FakeStream, lane, on_their_way, scripted_rig
+from interrupt_helpers import interrupted_everywhere
 
 from kvtransfer import scripted
 from kvtransfer.handles import PageState, TransferHandle
@@ -287,6 +288,9 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
         )
     }
     left, seen = 0, set[tuple[object, int]]()
+    made: list[TransferHandle] = []
+    make = rig.engine._handle
+    monkeypatch.setattr(rig.engine, "_handle", lambda *a, **k: made.append(make(*a, **k)) or made[-1])
 
     def trace(frame: Any, event: str, argument: object) -> Any:
         nonlocal left
@@ -309,9 +313,12 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
         seen.clear()
         sys.settrace(trace)
         try:
-            handle = rig.engine.load(slots, chosen, layerwise=True)
+            rig.engine.load(slots, chosen, layerwise=True)
+        except KeyboardInterrupt:
+            pass
         finally:
             sys.settrace(was)
+        handle = made[-1]
         if left > 0:
             handle.result(LIMIT_S)
             break
@@ -326,6 +333,41 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
         assert rig.engine.load(slots, chosen).verdict(LIMIT_S), n
         assert np.array_equal(rig.side.pages(chosen), new), n
     assert lines > 50
+    rig.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize("kind", ["load", "layer-wise load", "store"])
+def test_an_interrupt_anywhere_in_a_call_leaves_nothing_claimed(
+    kind: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Whoever was interrupted has no handle to wait for: the transfer ends all the same, and lets go of its pages."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1, verify=False)
+    engine = rig.engine
+    assert engine._shop.ring is not None
+    slots = engine._shop.ring._slots
+
+    def case() -> tuple[Callable[[], object], Callable[[], object]]:
+        def work() -> None:
+            if kind == "store":
+                engine.store([1, 2], [3, 4])
+            else:
+                engine.load([1, 2], [3, 4], layerwise=kind == "layer-wise load")
+
+        def check() -> None:
+            until(lambda: not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy(), "the end of the claims")
+            until(engine._pump.idle)
+            assert not any(s.taken for s in slots)
+
+        return work, check
+
+    work, check = case()
+    work()  # its plan is remembered from now on, which is less to do
+    check()
+    assert interrupted_everywhere(case) > 200
+    rows = rig.slots([1, 2])
+    engine.load([1, 2], [3, 4]).result(LIMIT_S)
+    assert np.array_equal(rig.side.pages([3, 4]), rows)
     rig.close()
     gpu.close()
 
