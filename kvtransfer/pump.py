@@ -48,8 +48,8 @@ class Pump:
         _ending.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:
-        """Submit ``transfer`` after those enqueued before it. Again, after a KeyboardInterrupt: it need not be known how
-        far the first call had come."""
+        """Submit ``transfer`` after those enqueued before it. A second call does what a KeyboardInterrupt left
+        undone of the first."""
         self._add(self._queue, transfer)
 
     def watch(self, transfer: Transfer) -> None:

@@ -206,9 +206,7 @@ def test_nothing_is_missed_whoever_begins_ends_and_wakes(seed: int, driver: Driv
     assert not rest._watched
 
 
-def test_a_list_of_watches_that_grows_while_it_is_read_does_not_end_the_rest(
-    driver: Driver, rest: NativeRest
-) -> None:
+def test_a_list_of_watches_that_grows_while_it_is_read_does_not_end_the_rest(driver: Driver, rest: NativeRest) -> None:
     """A collection lets other threads run, wherever it comes, and they may begin to watch."""
     jobs = [new_job() for _ in range(200)]
     for n in range(100):

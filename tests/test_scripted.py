@@ -290,7 +290,12 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
     left, seen = 0, set[tuple[object, int]]()
     made: list[TransferHandle] = []
     make = rig.engine._handle
-    monkeypatch.setattr(rig.engine, "_handle", lambda *a, **k: made.append(make(*a, **k)) or made[-1])
+
+    def seen_made(*arguments: Any) -> TransferHandle:
+        made.append(make(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(rig.engine, "_handle", seen_made)
 
     def trace(frame: Any, event: str, argument: object) -> Any:
         nonlocal left
