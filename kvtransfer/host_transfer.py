@@ -207,9 +207,7 @@ class HostTransfer(Transfer):
                 done = lanes.record("copy_out")
         finally:
             try:
-                if (
-                    waited and done is None
-                ):  # what was enqueued must be through before the slot is re-used
+                if waited and done is None:  # what was enqueued must be through before the slot is re-used
                     lanes.wait(last, lanes.record(first))
                     done = lanes.record(last)
             finally:
