@@ -21,6 +21,18 @@ class Condition(threading.Condition):
         __enter__ = property(attrgetter("_mutex.__enter__"))
         __exit__ = property(attrgetter("_mutex.__exit__"))
 
+    def wait(self, timeout: float | None = None) -> bool:
+        try:
+            return super().wait(timeout)
+        except RuntimeError:  # the lock is not the caller's
+            raise
+        except BaseException:
+            # It may have come behind giving the lock back, before the part that takes it again.
+            if not self._is_owned():  # type: ignore[attr-defined]
+                self._mutex.acquire()
+            self.notify_all()  # the caller may be listed still, and would be told in another's place
+            raise
+
     def notify(self, n: int = 1) -> None:
         try:
             super().notify(n)

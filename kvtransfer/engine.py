@@ -363,13 +363,27 @@ class TransferEngine:
         with self._order:
             if self._closed:
                 raise TransferError("the engine is closed")
-            transfer.earlier = self._claim(transfer, claims)
-            if transfer.by_caller:
-                self._pump.watch(transfer)
-            elif here and transfer.ready():
-                self._submit_here(transfer)
-            else:
-                self._pump.enqueue(transfer)
+            try:
+                transfer.earlier = self._claim(transfer, claims)
+                if transfer.by_caller:
+                    self._pump.watch(transfer)
+                elif here and transfer.ready():
+                    self._submit_here(transfer)
+                else:
+                    self._pump.enqueue(transfer)
+            except BaseException as error:  # a KeyboardInterrupt: its pages may be claimed, and nobody would free them
+                self._give_up(transfer, [ledger for ledger, _ in claims], error)
+                raise
+
+    def _give_up(self, transfer: Transfer, ledgers: list[PageLedger], error: BaseException) -> None:
+        """End a transfer that its caller will never hear of: on the engine's thread, in its turn."""
+        before = [ledger.before(transfer) for ledger in ledgers]
+        if all(owners is None for owners in before):
+            return
+        transfer.handle.fail(as_transfer_error(error))
+        if not transfer.in_pump:  # the interrupt may have come before it was known what it comes after
+            transfer.earlier = [t for owners in before for t in owners or () if isinstance(t, Transfer)]
+        self._pump.enqueue(transfer)
 
     def _claim(self, transfer: Transfer, claims: list[tuple[PageLedger, Ids | None]]) -> list[Transfer]:
         """The transfers that this one must come after. Others that own its ids, such as moves to and from lower tiers,
@@ -483,6 +497,8 @@ class TransferEngine:
                         transfer.next_chunk()
                 except BaseException as error:  # kept: it is the transfer's error, raised by whoever waits
                     transfer.handle.fail(as_transfer_error(error))
+                    if isinstance(error, KeyboardInterrupt):  # the user's, who would wait for an end in vain
+                        raise
                 finally:
                     if not (transfer.handed_over or waits):
                         transfer.finish()
@@ -523,6 +539,8 @@ class _LayerStore:
             except BaseException as error:  # kept: it is the transfer's error
                 handle.fail(as_transfer_error(error))
                 transfer.finish()
+                if isinstance(error, KeyboardInterrupt):
+                    raise
 
     def _follows_all(self) -> bool:
         """Hold the caller until every earlier transfer of these pages or slots is submitted, so that this one can be

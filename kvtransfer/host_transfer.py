@@ -190,9 +190,11 @@ class HostTransfer(Transfer):
         slot = ring.take()
         first, last = (self.copy_lane, self.kernel_lane) if self.load else (self.kernel_lane, self.copy_lane)
         done: Event | None = None
+        waited = False
         try:
             if slot.free is not None:
                 lanes.wait(first, slot.free)
+            waited = True
             if self.load:
                 self._ring_copy(chunk, slot.address)
                 lanes.wait("scatter", lanes.record("copy_in"))
@@ -205,7 +207,7 @@ class HostTransfer(Transfer):
                 done = lanes.record("copy_out")
         finally:
             try:
-                if done is None:  # a call failed half-way: what was enqueued must be through before the slot is re-used
+                if waited and done is None:  # what was enqueued must be through before the slot is re-used
                     lanes.wait(last, lanes.record(first))
                     done = lanes.record(last)
             finally:

@@ -46,7 +46,8 @@ class Pump:
         _ending.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:
-        """Submit ``transfer`` after those enqueued before it."""
+        """Submit ``transfer`` after those enqueued before it. A second call does what a KeyboardInterrupt left
+        undone of the first."""
         self._add(self._queue, transfer)
 
     def watch(self, transfer: Transfer) -> None:
@@ -110,12 +111,15 @@ class Pump:
                 raise TransferError("the engine is closed")
             watched = False
             try:
-                to.append(transfer)
+                if not transfer.in_pump:
+                    transfer.in_pump = True  # between this and the end of `append` no KeyboardInterrupt comes
+                    to.append(transfer)
                 watched = to is self._flight and self._watch(transfer)
             finally:  # also after a KeyboardInterrupt: nobody else would tell the thread
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
-                    self._thread.start()
+                    thread = threading.Thread(target=self._run, name=f"kvtransfer-{self._name}", daemon=True)
+                    thread.start()
+                    self._thread = thread
                 elif not watched:
                     self._rest.wake()
 
@@ -125,6 +129,10 @@ class Pump:
         return transfer.watch is not None
 
     def _run(self) -> None:
+        with self._changed:
+            if self._thread not in (None, threading.current_thread()):
+                return  # a KeyboardInterrupt left open whether this one had started, and another was
+            self._thread = threading.current_thread()
         if isinstance(self._shop.lanes, CudaLanes):
             self._shop.lanes.adopt_thread()
         nap = SHORTEST_NAP_S

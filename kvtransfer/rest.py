@@ -87,9 +87,10 @@ class NativeRest(Rest):
 
     def rest(self, timeout_s: float | None) -> None:
         self._rest(self._here, _FOREVER_NS if timeout_s is None else int(1e9 * max(0.0, timeout_s)))
-        for address in list(self._watched):  # not their items: a collection between these lets others add some
-            if self._watched[address].over:
-                del self._watched[address]
+        # Not of `items`: a tuple a watch may set off a collection, in the middle of which others begin to watch.
+        for watch in list(self._watched.values()):
+            if watch.over:
+                del self._watched[ctypes.addressof(watch)]
 
     def wake(self) -> None:
         self._wake(self._here)

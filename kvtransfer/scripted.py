@@ -57,9 +57,9 @@ def hand_over(transfer: HostTransfer) -> bool:
     assert isinstance(shop.lanes, CudaLanes) and shop.ring is not None and transfer.pages is not None
     submitter = shop.submitters[transfer.plan.direction]
     chunks, pages = transfer.plan.chunks, transfer.plan.pages
-    slots: list[RingSlot] | None = None
+    held: list[RingSlot] = []
     try:
-        slots = shop.ring.try_take(min(shop.ring.share, len(chunks)))
+        slots = shop.ring.try_take(min(shop.ring.share, len(chunks)), held)
         if slots is None:
             return False
         desk = transfer.desk = _desk(shop, pages)
@@ -83,7 +83,7 @@ def hand_over(transfer: HostTransfer) -> bool:
             transfer.handle.script_started(transfer.handed.job, submitter.await_chunks, bound.chunks)
             raise
         transfer.handed, transfer.handed_over = None, False
-        for slot in slots or ():
+        for slot in held:
             shop.ring.give(slot, None)
         raise
     return True
@@ -110,6 +110,9 @@ def take_back(transfer: HostTransfer) -> bool:
             for lane in (transfer.copy_lane, transfer.kernel_lane):
                 if lane != transfer.last_lane:
                     lanes.wait(transfer.last_lane, lanes.record(lane))
+            for slot in handed.slots:  # and what others had enqueued before: the job may have ended before it waited
+                if slot.free is not None:
+                    lanes.wait(transfer.last_lane, slot.free)
             last = lanes.record(transfer.last_lane)
     finally:
         transfer.handed = None

@@ -67,23 +67,25 @@ class StagingRing:
             self._changed.wait_for(lambda: not all(s.taken for s in self._slots))
             return self._take(1)[0]
 
-    def try_take(self, count: int) -> list[RingSlot] | None:
+    def try_take(self, count: int, held: list[RingSlot] | None = None) -> list[RingSlot] | None:
         """The next ``count`` slots that nobody holds, to be held for a while, or one less; None where fewer can be had.
-        Never waits.
+        Never waits. They are also added to ``held``, which its caller has whatever interrupts this.
 
         One slot is always left to `take`, whose caller gives it back at once. Without it `take` could wait for ever,
         under its engine's lock, for slots that only somebody with that lock gives back.
         """
         with self._changed:
             found = min(count, sum(not s.taken for s in self._slots) - 1)
-            return self._take(found) if found >= max(1, count - 1) else None
+            return self._take(found, held) if found >= max(1, count - 1) else None
 
-    def _take(self, count: int) -> list[RingSlot]:
+    def _take(self, count: int, held: list[RingSlot] | None = None) -> list[RingSlot]:
         turn = [self._slots[(self._next + i) % len(self._slots)] for i in range(len(self._slots))]
         slots = [s for s in turn if not s.taken][:count]
         self._next = (slots[-1].index + 1) % len(self._slots)
+        held = [] if held is None else held
         for slot in slots:
-            slot.taken = True
+            slot.taken = True  # between this and the end of `append` no KeyboardInterrupt comes
+            held.append(slot)
         return slots
 
     def give(self, slot: RingSlot, free: Event | None) -> None:

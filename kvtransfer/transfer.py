@@ -53,6 +53,7 @@ class Transfer(ABC):
         self.ledgers = ledgers
         self.earlier: list[Transfer] = []
         self.started = False
+        self.in_pump = False  # which will acknowledge it, or has
         self.watch: Watch | None = None  # of the engine's thread while it rests
         self.late = False  # its deadline passed while it was in flight
         self.by_caller = False  # its caller submits it layer by layer

@@ -315,3 +315,21 @@ def close(self):
 
 def test_what_the_sources_may_not_have_is_found() -> None:
     assert len(list(faults(ast.parse(BAD), {"_lock"}))) == 5
+
+
+def test_who_is_interrupted_while_it_waits_has_the_lock_and_is_not_told_in_anothers_place() -> None:
+    """Without the lock the end of its ``with`` would raise a RuntimeError, and hide the interrupt."""
+
+    def case() -> Case:
+        changed = Condition()
+
+        def work() -> None:
+            with changed:
+                changed.wait(0.0001)
+
+        def check() -> None:
+            assert free(changed._mutex) and not changed._waiters  # type: ignore[attr-defined]
+
+        return work, check
+
+    assert interrupted_everywhere(case) > 30

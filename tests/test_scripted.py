@@ -28,6 +28,7 @@ from engine_helpers import (
     write_all_layers,
 )
 from fake_gpu import FakeEvent, FakeLanes, FakeShop, FakeStream, lane, on_their_way, scripted_rig
+from interrupt_helpers import interrupted_everywhere
 
 from kvtransfer import scripted
 from kvtransfer.engine import TransferEngine
@@ -195,6 +196,57 @@ def test_an_observer_that_raises_does_not_end_a_transfer_that_is_in_flight(
     gpu.close()
 
 
+@pytest.mark.parametrize("how", ["job stopped", "job refused", "chunk refused"])
+def test_a_ring_slot_keeps_its_earlier_user_where_the_next_one_fails_before_it_waited(
+    how: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """A load still scatters out of it, a store gets it and ends at once, another store writes it."""
+    rig, gpu = scripted_rig(
+        monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1, pages=64, slots=64, verify=False
+    )
+    lanes, layerwise = rig.engine._shop.lanes, how == "chunk refused"
+    rows, stored = rig.slots(range(2)), rig.side.pages(range(32, 36))
+    gpu.held.add(lane(rig, "scatter"))
+    load = rig.engine.load(range(2), range(2))
+    assert load.await_submitted(LIMIT_S)
+    give, wait = Submitter.give, lanes.wait
+
+    def stopped(submitter: Submitter, job: Job) -> None:
+        job.stop()
+        give(submitter, job)
+
+    def refused(name: str, event: Any) -> None:
+        if event is load.final_event:
+            raise CudaError("injected", 700)
+        wait(name, event)
+
+    for _ in range(4):  # each slot once, at least
+        with monkeypatch.context() as patch:
+            if how == "job stopped":
+                patch.setattr(Submitter, "give", stopped)
+            if how == "job refused":
+                gpu.refuse = lambda call: call == "wait"
+            if layerwise:
+                patch.setattr(lanes, "wait", refused)
+            store = rig.engine.store(range(40, 48), range(40, 48), layerwise=layerwise)
+            if layerwise:
+                write_all_layers(store)
+            assert store.await_submitted(LIMIT_S)
+            gpu.refuse = lambda call: False
+    stores = [rig.engine.store([32 + i], [32 + i], layerwise=layerwise) for i in range(4)]
+    for store in stores if layerwise else ():
+        write_all_layers(store)
+    time.sleep(0.05)
+    gpu.held.clear()
+    load.result(LIMIT_S)
+    for store in stores:
+        store.result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(2)), rows)
+    assert np.array_equal(rig.slots(range(32, 36)), stored)
+    rig.close()
+    gpu.close()
+
+
 def test_an_interrupt_behind_the_hand_over_leaves_the_job_what_it_uses(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -240,6 +292,14 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
         )
     }
     left, seen = 0, set[tuple[object, int]]()
+    made: list[TransferHandle] = []
+    make = rig.engine._handle
+
+    def seen_made(*arguments: Any) -> TransferHandle:
+        made.append(make(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(rig.engine, "_handle", seen_made)
 
     def trace(frame: Any, event: str, argument: object) -> Any:
         nonlocal left
@@ -262,9 +322,12 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
         seen.clear()
         sys.settrace(trace)
         try:
-            handle = rig.engine.load(slots, chosen, layerwise=True)
+            rig.engine.load(slots, chosen, layerwise=True)
+        except KeyboardInterrupt:
+            pass
         finally:
             sys.settrace(was)
+        handle = made[-1]
         if left > 0:
             handle.result(LIMIT_S)
             break
@@ -279,6 +342,41 @@ def test_an_interrupt_at_any_line_leaves_what_the_states_say(monkeypatch: pytest
         assert rig.engine.load(slots, chosen).verdict(LIMIT_S), n
         assert np.array_equal(rig.side.pages(chosen), new), n
     assert lines > 50
+    rig.close()
+    gpu.close()
+
+
+@pytest.mark.parametrize("kind", ["load", "layer-wise load", "store"])
+def test_an_interrupt_anywhere_in_a_call_leaves_nothing_claimed(
+    kind: str, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Whoever was interrupted has no handle to wait for: the transfer ends all the same, and lets go of its pages."""
+    rig, gpu = scripted_rig(monkeypatch, folder, "sglang.layer_first", TOKEN, ring_of(4), seed=1, verify=False)
+    engine = rig.engine
+    assert engine._shop.ring is not None
+    slots = engine._shop.ring._slots
+
+    def case() -> tuple[Callable[[], object], Callable[[], object]]:
+        def work() -> None:
+            if kind == "store":
+                engine.store([1, 2], [3, 4])
+            else:
+                engine.load([1, 2], [3, 4], layerwise=kind == "layer-wise load")
+
+        def check() -> None:
+            until(lambda: not rig.pool.ledger.any_busy() and not rig.host.ledger.any_busy(), "the end of the claims")
+            until(engine._pump.idle)
+            assert not any(s.taken for s in slots)
+
+        return work, check
+
+    work, check = case()
+    work()  # its plan is remembered from now on, which is less to do
+    check()
+    assert interrupted_everywhere(case) > 200
+    rows = rig.slots([1, 2])
+    engine.load([1, 2], [3, 4]).result(LIMIT_S)
+    assert np.array_equal(rig.side.pages([3, 4]), rows)
     rig.close()
     gpu.close()
 
@@ -574,8 +672,10 @@ def test_an_interrupt_behind_the_list_of_the_engines_thread_leaves_it_to_that(
         rig.engine.load(range(8, 16), range(8, 16), layerwise=layerwise)
     pump._rest.watch = watch
     until(lambda: not rig.pool.ledger.any_busy(), "the end of a transfer that was listed")
-    assert np.array_equal(rig.side.pages(range(8, 16)), rows)
+    until(pump.idle)
     setattr(pump, name, was)
+    rig.engine.load(range(8, 16), range(8, 16)).result(LIMIT_S)
+    assert np.array_equal(rig.side.pages(range(8, 16)), rows)
     rig.close()
     gpu.close()
 

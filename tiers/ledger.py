@@ -58,8 +58,8 @@ class PageLedger:
             earlier = self._claimed_before(every, owner) if self._open else []
             ticket = self._unwritten = self._next
             self._next += 1
+            self._tickets.setdefault(id(owner), []).append(ticket)  # first: `release` finds what is open by it
             self._open[ticket] = (owner, every)
-            self._tickets.setdefault(id(owner), []).append(ticket)
             return earlier
 
     def _claimed_before(self, ids: Ids | slice, owner: Owner) -> list[Owner]:
@@ -116,9 +116,18 @@ class PageLedger:
         """``owner`` is acknowledged: its ids may be freed. Releasing what was never claimed is a no-op."""
         with self._changed:
             for ticket in self._tickets.pop(id(owner), ()):
-                del self._open[ticket]
+                self._open.pop(ticket, None)  # a KeyboardInterrupt came before it was open
             self._oldest_open = min(self._open, default=self._next)
             self._changed.notify_all()
+
+    def before(self, owner: Owner) -> list[Owner] | None:
+        """All others that had a claim before ``owner`` and have it still, whatever their ids; None where ``owner`` has
+        none."""
+        with self._changed:
+            if id(owner) not in self._tickets:
+                return None
+            own = min(self._tickets[id(owner)], default=self._next)
+            return [other for ticket, (other, _) in self._open.items() if ticket < own]
 
     def busy(self, ids: Ids) -> NDArray[np.bool_]:
         """For each id, whether a transfer in flight touches it."""
