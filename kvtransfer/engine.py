@@ -37,6 +37,7 @@ from kvtransfer.plan import HOST_PATHS, Facts, Plan, make_plan
 from kvtransfer.pool import KVPool, Stream, is_capturing
 from kvtransfer.predict import Runs, Terrain, budget_of
 from kvtransfer.pump import Pump
+from kvtransfer.rest import Rest, make_rest
 from kvtransfer.staging import StagingRing
 from kvtransfer.submitter import Submitter
 from kvtransfer.tiers.host import HostTier
@@ -161,7 +162,9 @@ class TransferEngine:
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._order = threading.Lock()  # claims and queue positions of one call, as one step
         self._numbers = itertools.count(1)
-        self._pump = Pump(self._shop, pool.name)
+        # Engines that share a ring wait for each other's slots, which a thread that rests gives back late.
+        shares = isinstance(staging_bytes, StagingRing)
+        self._pump = Pump(self._shop, pool.name, Rest() if shares else make_rest(lanes.copier))
         self._closed = False
         # Dropped without `close`: the thread ends after what is under way, and lets go of the pool.
         weakref.finalize(self, self._pump.close, wait=False).atexit = False

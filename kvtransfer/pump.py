@@ -19,7 +19,7 @@ from kvtransfer.kernels.condition import Condition
 from kvtransfer.kernels.ending import Ending
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.lanes import CudaLanes, as_transfer_error
-from kvtransfer.rest import make_rest
+from kvtransfer.rest import Rest
 from kvtransfer.transfer import Transfer
 from kvtransfer.workshop import Workshop
 
@@ -31,9 +31,10 @@ _ending = Ending()
 
 
 class Pump:
-    """``enqueue`` transfers to be submitted here, ``watch`` those that their caller submitted."""
+    """``enqueue`` transfers to be submitted here, ``watch`` those that their caller submitted. The thread waits for
+    something to do in ``rest``."""
 
-    def __init__(self, shop: Workshop, name: str) -> None:
+    def __init__(self, shop: Workshop, name: str, rest: Rest) -> None:
         self._shop = shop
         self._name = name
         self._changed = Condition()
@@ -42,7 +43,7 @@ class Pump:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._leaving = False
-        self._rest = make_rest(shop.lanes.copier)
+        self._rest = rest
         _ending.add(self)
 
     def enqueue(self, transfer: Transfer) -> None:

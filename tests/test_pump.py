@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_helpers import (
     LIMIT_S,
     RING_SLOTS,
@@ -32,6 +33,7 @@ from engine_helpers import (
     write_all_layers,
 )
 
+from kvtransfer import engine as engine_module
 from kvtransfer import lanes as lanes_module
 from kvtransfer.engine import TransferEngine
 from kvtransfer.fifo import Delays
@@ -40,6 +42,8 @@ from kvtransfer.host_transfer import HostTransfer
 from kvtransfer.kernels.errors import DeadlineExceeded, TransferCancelled, TransferError
 from kvtransfer.kernels.layout import Layout
 from kvtransfer.lanes import CpuLanes
+from kvtransfer.rest import Rest
+from kvtransfer.staging import StagingRing
 
 Hooked = list[BaseException | None]
 
@@ -559,3 +563,16 @@ os._exit(0)
 def test_a_forked_child_ends_whatever_its_parents_threads_hold() -> None:
     done = ends(FORKED)
     assert done.stdout.strip() == "7", done.stderr
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_thread_of_an_engine_on_a_shared_ring_looks_after_its_slots(
+    shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others wait for them: it must not rest until all has landed."""
+    made = Rest()
+    monkeypatch.setattr(engine_module, "make_rest", lambda copier: made)
+    ring = StagingRing(torch.device("cpu"), 1 << 20)
+    rig = make_rig("page_first", path="staged", staging_bytes=ring if shared else 1 << 20)
+    assert (rig.engine._pump._rest is made) is not shared
+    rig.close()
