@@ -111,6 +111,7 @@ class Forward:
         self.model, self.device = model, device
         self.layers = torch.nn.ModuleList(Layer(model, device) for _ in range(model.layers))
         self.stream: torch.cuda.Stream | None = None
+        self._after: Callable[[], None] | None = None
 
     def bind(self, rig: Rig) -> None:
         """Read the prefix from ``rig.pages`` of the rig's pool from now on."""
@@ -132,6 +133,7 @@ class Forward:
 
     def __call__(self, x: torch.Tensor, after: Callable[[], None] | None = None) -> torch.Tensor:
         """The forward, on the current stream. ``after`` is called behind each layer."""
+        after = self._after if after is None else after
         with torch.no_grad():
             for layer in self.layers:
                 x = layer(x)
@@ -164,6 +166,31 @@ class Forward:
             mark()
         events[-1].synchronize()
         return [float(begin.elapsed_time(event)) / 1e3 for event in events]
+
+    def host_seconds(self, work: Callable[[], object], after: Callable[[], None] = lambda: None) -> list[float]:
+        """Seconds of each layer of the one forward that ``work`` runs, by the host's clock, which takes no call of
+        PyTorch: the first from the begin of ``work``, the last until all is through. ``after``: called behind each."""
+        ends: list[float] = []
+
+        def mark() -> None:
+            ends.append(time.perf_counter())
+            after()
+
+        self._synchronize()
+        self._after = mark
+        try:
+            with torch.cuda.stream(self.stream):  # None: nothing changes
+                started = time.perf_counter()
+                work()
+        finally:
+            self._after = None
+        self._synchronize()
+        ends[-1] = time.perf_counter()
+        return [end - begin for begin, end in zip([started, *ends[:-1]], ends, strict=True)]
+
+    def _synchronize(self) -> None:
+        if self.stream is not None:
+            torch.cuda.synchronize(self.device)
 
     def layer_seconds(self, x: torch.Tensor) -> list[float]:
         """What each layer takes in one forward alone."""

@@ -23,8 +23,10 @@ End = Callable[[], object]
 
 
 class Case(ABC):
-    """One way of loading ``rig.slots`` into ``rig.pages`` for a forward."""
+    """One way of loading ``rig.slots`` into ``rig.pages`` for a forward. ``done``: whether the load of the `run` under
+    way has ended, from the begin of its forward on."""
 
+    done: Callable[[], bool]
     name = ""
     path = ""
     groups = ""
@@ -55,6 +57,7 @@ class LayerwiseLoad(Case):
         load = self.rig.engine.load(
             self.rig.slots, self.rig.pages, layerwise=True, path=self._path, compute_s_per_layer=self.hint_s
         )
+        self.done = load.done
         with layerwise(self.forward.layers, load):
             out = self.forward(x)
         return out, lambda: load.result(LIMIT_S)
@@ -68,6 +71,7 @@ class NoOverlap(Case):
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, End]:
         load = self.rig.engine.load(self.rig.slots, self.rig.pages)
         load.wait_all(self.rig.stream)
+        self.done = load.done
         return self.forward(x), lambda: load.result(LIMIT_S)
 
 
@@ -92,6 +96,7 @@ class LaunchesBefore(Case):
             for layer in range(self.rig.shape.layers):
                 self._work.move_layer(layer)
                 ready.append(None if copies is None else copies.record_event())
+        self.done = lambda: ready[-1] is None or ready[-1].query()
         with waiting(self.forward.layers, ready, compute):
             return self.forward(x), lambda: None
 

@@ -43,7 +43,9 @@ class Row:
     layer_s     its layers: the split of single forwards, scaled to ``forward_s``
     ideal_s     f_i = max(f_(i-1), arrival of layer i at the peak) + time of layer i
     total_s     load and forward, from the call of the load to the end of the last layer
-    over_ideal  the median of the rounds' ratios; it lies between ``low`` and ``high`` with probability ``coverage``
+    over_ideal  the median of the rounds' ratios; it lies between ``low`` and ``high`` with probability ``coverage``.
+                Beside a busy thread of times in which layers behind the load's end are `even`
+    uneven      the median of the total over the forward alone, as each of them was; None without a busy thread
     over_max    total over max(forward alone, link time), likewise
     over_launch total over that of one launch a layer in the same round; None: that was not measured
     bar         what ``over_ideal`` must not exceed; None: nothing is asked
@@ -75,6 +77,7 @@ class Row:
     low: float
     high: float
     coverage: float
+    uneven: float | None
     over_max: float
     over_launch: float | None
     bar: float | None
@@ -130,11 +133,12 @@ def split_of(forward: Forward, x: torch.Tensor, placement: Placement | None) -> 
 
 @dataclass(frozen=True)
 class Round:
-    """Seconds of one case in one round."""
+    """Seconds of one case in one round. ``uneven``: see `Row`."""
 
     peak_gbps: float
     alone_s: float
     total_s: float
+    uneven: float | None = None
 
 
 def rounds(
@@ -164,22 +168,47 @@ def one_round(
 ) -> Round:
     """Large copy, forward alone, large copy, forward with its load.
 
-    With a ``placement``: both copies, then both forwards beside one busy thread, the other way round with ``flip``.
-    What a forward loses to such a thread depends on how fast that wakes up; between one thread and the next it has
-    changed a hundredfold where nothing was done about it (`processors`).
+    With a ``placement``: both copies, then both forwards beside one busy thread, the other way round with ``flip``, and
+    made `even`.
     """
     copies_s = limit.seconds("load")
     if placement is None:
         alone_s = forward.seconds(lambda: forward(x))
         copies_s += limit.seconds("load")
-        total_s = timed(forward, case, x)
+        total_s, uneven = timed(forward, case, x), None
     else:
         copies_s += limit.seconds("load")
         with busy_thread(placement):
-            total_s = timed(forward, case, x) if flip else 0.0
-            alone_s = forward.seconds(lambda: forward(x))
-            total_s = total_s if flip else timed(forward, case, x)
-    return Round(2 * limit.nbytes / copies_s / 1e9, alone_s, total_s)
+            loaded = layers_of(forward, case, x) if flip else None
+            alone = forward.host_seconds(lambda: forward(x))
+            loaded = layers_of(forward, case, x) if loaded is None else loaded
+        alone_s, total_s = even(alone, *loaded)
+        uneven = sum(loaded[0]) / sum(alone)
+    return Round(2 * limit.nbytes / copies_s / 1e9, alone_s, total_s, uneven)
+
+
+def layers_of(forward: Forward, case: Case, x: torch.Tensor) -> tuple[list[float], int]:
+    """(seconds of each layer of the forward with its load, of how many the load may have been a part). Returns once the
+    load has been acknowledged, which is not counted."""
+    ends: list[End] = []
+    touched = 1  # its call comes before the first layer
+
+    def after() -> None:
+        nonlocal touched
+        touched += not case.done()
+
+    layer_s = forward.host_seconds(lambda: ends.append(case.run(x)[1]), after)
+    ends[0]()
+    return layer_s, min(touched, len(layer_s))
+
+
+def even(alone: Sequence[float], loaded: Sequence[float], touched: int) -> tuple[float, float]:
+    """Seconds of both forwards, where layers that began behind the load's end take what they took on average of both:
+    the same work beside the same thread. A forward of some seconds beside a thread that takes the GIL is 30 % longer or
+    shorter the next time, and a load of 20 ms is over in its first layer: what the other 31 differ by says nothing
+    of it."""
+    rest = (sum(alone[touched:]) + sum(loaded[touched:])) / 2
+    return sum(alone[:touched]) + rest, sum(loaded[:touched]) + rest
 
 
 def timed(forward: Forward, case: Case, x: torch.Tensor) -> float:
@@ -239,6 +268,7 @@ def measure(
                 low=over.low,
                 high=over.high,
                 coverage=over.coverage,
+                uneven=statistics.median(r.uneven or 0.0 for r in mine) if placement is not None else None,
                 over_max=paired_ratio(
                     totals, [max(r.alone_s, s) for r, s in zip(mine, link_s, strict=True)]
                 ).median,

@@ -29,7 +29,19 @@ from forward import MODELS, SHRUNK, Forward, KVRig, Model, ideal_s
 from harness import FEWEST, LargeCopy
 from loads import LAUNCHES, Case, End, LaunchesBefore, LayerwiseLoad, NoOverlap, groups_text
 from neighbours import Begun, Neighbour, Nothing, sample
-from overlap import OVER_IDEAL, OVER_LAUNCHES, Round, Split, check, measure, over_ideal, rounds, split_of
+from overlap import (
+    OVER_IDEAL,
+    OVER_LAUNCHES,
+    Round,
+    Split,
+    check,
+    even,
+    layers_of,
+    measure,
+    over_ideal,
+    rounds,
+    split_of,
+)
 from processors import PLACEMENTS, Placement, kept_awake
 from rigs import device_of
 
@@ -130,10 +142,13 @@ class FakeForward:
         work()
         return 1.0 if self.said[before].startswith("forward") else float(len(self.said))
 
+    def host_seconds(self, work: Callable[[], object], after: Callable[[], None] | None = None) -> list[float]:
+        return [self.seconds(work)]
+
 
 class FakeCase(Case):
     def __init__(self, said: list[str], name: str) -> None:
-        self.said, self.name = said, name
+        self.said, self.name, self.done = said, name, lambda: True
 
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, End]:
         self.said.append(self.name + ", busy" * is_busy())
@@ -165,8 +180,69 @@ def test_large_copy_forward_and_load_take_turns(placement: Placement | None) -> 
     assert said == ["a", "end of a", "b", "end of b", *first, *second], "the first round warms up"
     assert [len(r) for r in got] == [2, 2] and got[0][0].peak_gbps == 2.0
     assert all(r.alone_s == 1.0 < r.total_s for mine in got for r in mine)
+    assert all(r.uneven == (None if placement is None else r.total_s) for mine in got for r in mine)
     said.clear()
     assert [len(r) for r in rounds(fake, torch.ones(1), cases[:1], limit, None, 50, 0.0)] == [FEWEST]
+
+
+class Landing(Case):
+    """Nothing is loaded; it is ``done`` behind so many layers."""
+
+    def __init__(self, rig: KVRig, forward: Forward, layers: int) -> None:
+        super().__init__(rig, forward)
+        self.left, self.layers = layers, layers
+        self.done = self.is_done
+        self.ended = 0
+
+    def is_done(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def run(self, x: torch.Tensor) -> tuple[torch.Tensor, End]:
+        self.left = self.layers
+
+        def end() -> None:
+            self.ended += 1
+
+        return self.forward(x), end
+
+
+@pytest.mark.parametrize("landed_behind", range(TINY.layers + 1))
+def test_layers_behind_the_end_of_a_load_are_known(rig: KVRig, forward: Forward, landed_behind: int) -> None:
+    case = Landing(rig, forward, landed_behind)
+    layer_s, touched = layers_of(forward, case, forward.tokens(2))
+    assert touched == min(landed_behind + 1, TINY.layers) and case.ended == 1
+    assert len(layer_s) == TINY.layers and all(s > 0 for s in layer_s)
+
+
+def test_real_loads_say_when_they_have_ended(rig: KVRig, forward: Forward) -> None:
+    for case in cases_of(rig, forward):
+        seen: list[bool] = []
+
+        def after(case: Case = case, seen: list[bool] = seen) -> None:
+            seen.append(case.done())
+
+        ends: list[End] = []
+        forward.host_seconds(lambda case=case, ends=ends: ends.append(case.run(forward.tokens(2))[1]), after)  # type: ignore[misc]
+        ends[0]()
+        assert len(seen) == TINY.layers and seen == sorted(seen) and case.done(), case.name
+
+
+def test_what_a_forward_differs_by_behind_the_load_counts_for_nothing() -> None:
+    alone, loaded = [1.0, 2.0, 3.0, 4.0], [1.5, 2.0, 9.0, 1.0]
+    assert even(alone, loaded, 1) == (1.0 + 10.5, 1.5 + 10.5)
+    assert even(alone, loaded, 3) == (6.0 + 2.5, 12.5 + 2.5)
+    assert even(alone, loaded, 4) == (sum(alone), sum(loaded)), "it was there until the end"
+
+
+def test_a_forward_that_fails_is_watched_no_more(forward: Forward) -> None:
+    x, seen = forward.tokens(2), list[int]()
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        forward.host_seconds(lambda: forward(torch.ones(1)), lambda: seen.append(1))
+    forward(x)
+    assert not seen
+    layer_s = forward.host_seconds(lambda: forward(x), lambda: seen.append(1))
+    assert len(seen) == len(layer_s) == TINY.layers and min(layer_s) > 0
 
 
 # -- forwards ----------------------------------------------------------------------------------------
@@ -347,6 +423,7 @@ class Watched(Case):
 
     def __init__(self, case: Case, pinned: list[set[int]], busy: set[int]) -> None:
         self.case, self.pinned, self.busy = case, pinned, busy
+        self.done = lambda: case.done()
 
     def run(self, x: torch.Tensor) -> tuple[torch.Tensor, End]:
         got = self.case.run(x)
