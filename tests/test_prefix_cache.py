@@ -370,6 +370,10 @@ def test_refusals(llama: tuple[PrefixCache, Any]) -> None:
     for bad, said in (([], "at least one prompt"), ([[1], []], "a token in each"), (torch.ones(3), "rows, columns")):
         with pytest.raises(ConfigError, match=said):
             prefixes.generate(model, bad, max_new_tokens=2)
+    known = model.get_input_embeddings().num_embeddings
+    for strange in ([[1, 2], [3, known]], [-1, 5], torch.tensor([[known + 7]])):  # on a GPU they end the process
+        with pytest.raises(ConfigError, match=rf"ids: expected token ids of 0\.\.{known - 1}, got "):
+            prefixes.generate(model, strange, max_new_tokens=2)
     with pytest.raises(CapacityError) as small:
         prefixes.generate(model, rows, max_new_tokens=2040)
     assert str(small.value) == (

@@ -142,13 +142,17 @@ class PrefixCache:
 
         A batch uses the columns that all of its rows have. Where a page fails on its way the forward is given up before
         a token came out, and done again with what is left. Raises CapacityError where the pool is too small,
-        ConfigError on beams, several sequences a prompt, or ids that don't fit.
+        ConfigError on beams, several sequences a prompt, or ids that don't fit or that the model has not.
         """
         wrong = {name: options[name] for name in _ONE_EACH if options.get(name, 1) not in (1, None)}
         if wrong:
             raise ConfigError(f"generate: expected one sequence a prompt and no beams, got {wrong}")
         pad = options.get("pad_token_id")
         batch = PromptBatch.of(ids, attention_mask, 0 if pad is None else int(pad), model.device)
+        known = int(model.get_input_embeddings().num_embeddings)
+        least, most = min(map(min, batch.rows)), max(map(max, batch.rows))
+        if not 0 <= least <= most < known:  # on a GPU such an id ends the process
+            raise ConfigError(f"ids: expected token ids of 0..{known - 1}, got {least}..{most}")
         longest = batch.columns + new_tokens(model, batch.columns, options)
         self._await_stores(batch)
         self._fetch(batch)
