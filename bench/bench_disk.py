@@ -18,11 +18,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 from bench_rows import Options, Row
+from processors import busy_thread
 
 from kvtransfer.kernels.spec import KVSpec
 from kvtransfer.tiers.base import RecordBuffer, Tier, TierHandle
@@ -148,25 +148,6 @@ def pairs(
         yield ours, bare
 
 
-@contextmanager
-def busy_thread() -> Iterator[None]:
-    """One Python thread that never rests, as a scheduler in full work."""
-    over = threading.Event()
-
-    def work() -> None:
-        n = 0
-        while not over.is_set():
-            n += 1
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def fio(file: Path, verb: str, block: int, nbytes: int, seconds: float) -> dict[str, float]:
     """GB/s of each engine, all bytes. The file was overwritten once."""
     rates = {}
@@ -242,7 +223,7 @@ def _rows_of(options: Options, label: str, bar: float, tier: DiskTier, pages: Pa
     beside: list[float] = []
     for turn in range(2 * options.repeats):
         for busy in (turn % 2 == 0, turn % 2 == 1):
-            with busy_thread() if busy else nullcontext():
+            with busy_thread("free" if busy else None):
                 (beside if busy else alone).append(rate(tier, pages, "get", options.seconds / 2, rng))
     rows.append(Row.paired(f"get {label}, busy thread", beside, "alone", alone, 0.4 if label == "64 KiB" else None))
     file.unlink()

@@ -68,8 +68,8 @@ class GpuClock:
             self._next, self._renewed = self._record(), time.perf_counter()
 
     def _tightest(self, zero_s: float) -> Anchor:
-        """Of some, the anchor of which is known best when it was passed: between its record and the return of a wait for
-        it, which takes a millisecond and more now and then where other processes use the GPU."""
+        """Of some, the anchor of which is known best when it was passed: between its record and the return of a wait,
+        which takes a millisecond and more now and then where other processes use the GPU."""
 
         def attempt() -> tuple[float, Anchor]:
             before = time.perf_counter()
