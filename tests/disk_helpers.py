@@ -25,6 +25,7 @@ TINY = KVSpec.attention(num_layers=2, page_size=4, kv_heads=2, head_dim=33, item
 ODD_RECORD = padded_bytes(ODD.page_bytes) + trailer_bytes(ODD)
 TINY_SLOT, TINY_TRAILER = padded_bytes(TINY.page_bytes), trailer_bytes(TINY)
 TINY_RECORD = padded_bytes(TINY.page_bytes) + trailer_bytes(TINY)
+MOST_PAGES = 1000  # of a lab: cancelled batches hold their room until the device lets go of it
 
 
 class Told(Observer):
@@ -65,7 +66,7 @@ class FolderLab(Lab):
     def make(self) -> Tier:
         self.made += 1
         # a place of its own where another tier of the lab is open still; the same one once it is closed
-        return DiskTier(self.paths, ODD, namespace=SPACE, capacity_pages=500, **self.more)
+        return DiskTier(self.paths, ODD, namespace=SPACE, capacity_pages=MOST_PAGES, **self.more)
 
     def make_bounded(self, records: int, record_bytes: int) -> Tier:
         assert record_bytes == ODD_RECORD
