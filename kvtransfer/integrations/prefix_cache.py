@@ -149,7 +149,8 @@ class PrefixCache:
             raise ConfigError(f"generate: expected one sequence a prompt and no beams, got {wrong}")
         pad = options.get("pad_token_id")
         batch = PromptBatch.of(ids, attention_mask, 0 if pad is None else int(pad), model.device)
-        known = int(model.get_input_embeddings().num_embeddings)
+        embeddings: Any = model.get_input_embeddings()
+        known = int(embeddings.num_embeddings)
         least, most = min(map(min, batch.rows)), max(map(max, batch.rows))
         if not 0 <= least <= most < known:  # on a GPU such an id ends the process
             raise ConfigError(f"ids: expected token ids of 0..{known - 1}, got {least}..{most}")
